@@ -24,7 +24,7 @@ os.environ.setdefault("HF_SPECDEC_ADAPTIVE", "1")
 
 import torch
 from common import NONE, PLAIN, Row, beside, in_turn, show, write_report
-from real_models import LOOKUP, timed_call, ways
+from real_models import LOOKUP, fresh, timed_call
 from real_models import MODELS as REAL_MODELS
 from transformers import PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessor
@@ -175,7 +175,7 @@ def main() -> None:
     place = MODELS[asked.model]
     target, tokenizer = place.load_target(torch.float32), place.load_tokenizer()
     draft = loaded_model(str(place.draft.folder), torch.float32) if getattr(place, "draft", None) else None
-    sides = ways(target, draft, list(dict.fromkeys([PLAIN, *asked.sides])), batch_size=1)
+    sides = {side: fresh(side, target, draft) for side in dict.fromkeys([PLAIN, *asked.sides])}
     environment = describe_environment("cpu", target.dtype)
     rows: list[Row] = []
     for number, (name, (question, schema)) in enumerate(list(SCHEMAS.items())[: asked.schemas]):

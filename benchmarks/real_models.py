@@ -47,19 +47,14 @@ STOCK: dict[str, dict[str, Any]] = {
 }
 
 
-def ways(target: PreTrainedModel, draft: PreTrainedModel | None, sides: list[str], batch_size: int) -> dict[str, dict]:
-    """Arguments of `generate()` of each side that can run, none of which knows anything yet."""
+def fresh(side: str, target: PreTrainedModel, draft: PreTrainedModel | None) -> dict[str, Any]:
+    """Arguments of `generate()` of a side that knows nothing yet, not even the texts of the sides before it."""
+    if side in STOCK:
+        assistant = {"assistant_model": draft} if side == ASSISTANT else {}
+        return {"spec_method": "off", **STOCK[side], **assistant}
     forget_speculators()
-    found = {}
-    for side in sides:
-        if side in STOCK:
-            if batch_size == 1 or side not in (LOOKUP, ASSISTANT):
-                assistant = {"assistant_model": draft} if side == ASSISTANT else {}
-                found[side] = {"spec_method": "off", **STOCK[side], **assistant}
-        else:
-            with_draft = {"draft_model": draft} if is_language_model(side) else {}
-            found[side] = {"assistant": load_speculator(target, side, **with_draft)}
-    return found
+    with_draft = {"draft_model": draft} if is_language_model(side) else {}
+    return {"assistant": load_speculator(target, side, **with_draft)}
 
 
 def timed_call(target: PreTrainedModel, batch: Batch, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
@@ -80,15 +75,17 @@ def measure(
 ) -> list[dict[str, Any]]:
     """Rows of one batch: of each side in the first call and in later ones."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    runs = [side for side in asked.sides if size == 1 or side not in (LOOKUP, ASSISTANT)]
+    arguments: dict[str, dict[str, Any]] = {}
     for number in range(asked.rounds):
-        sides = ways(target, draft, asked.sides, size)
-        turn = number % len(sides)
+        turn = number % len(runs)
         for index in range(asked.calls):
-            for side in [*sides, *sides][turn : turn + len(sides)]:
-                arguments = sides[side]
-                if index and "assistant" in arguments:
-                    arguments = {"assistant": arguments["assistant"].without_texts(target)}
-                call = timed_call(target, batch, {"do_sample": sample, **arguments}, number)
+            for side in [*runs, *runs][turn : turn + len(runs)]:
+                if not index:
+                    arguments[side] = fresh(side, target, draft)
+                elif side not in STOCK:
+                    arguments[side] = {"assistant": arguments[side]["assistant"].without_texts(target)}
+                call = timed_call(target, batch, {"do_sample": sample, **arguments[side]}, number)
                 found.setdefault(("later" if index else "first", side), []).append(call)
     rows = []
     for (which, side), calls in found.items():
@@ -99,7 +96,7 @@ def measure(
             times = [_seconds_per_token(found[which, other]) for other in others if (which, other) in found]
             each = [min(together) / ours for *together, ours in zip(*times, own)] if times else []
             ratios[name] = median(each) if each else None
-        same = [call["text"] == other["text"] for call, other in zip(calls, found[which, next(iter(sides))])]
+        same = [call["text"] == other["text"] for call, other in zip(calls, found[which, runs[0]])]
         rows.append(
             {
                 "prompt": batch.names[0],

@@ -140,7 +140,7 @@ def _listed(names) -> str:
 
 
 def real_model() -> str:
-    report = json.loads((benchmark_pages.RESULTS / "real-smollm2.json").read_text(encoding="utf-8"))
+    report = json.loads((benchmark_pages.RESULTS / "real-qwen2.5-coder.json").read_text(encoding="utf-8"))
     return benchmark_pages.markdown(benchmark_pages.by_kind(report["rows"]))
 
 

@@ -18,6 +18,9 @@ from .errors import SpecConfigError, did_you_mean, shown
 from .threads import cached_property
 
 
+# Largest number of tokens of a draft, and of nodes of a static tree.
+MOST_DRAFT_TOKENS = 1024
+
 # Between the two methods of a combination.
 COMBINING = "+"
 

@@ -14,7 +14,7 @@ from .drafting.state import Entries, NetworkState, RowState
 from .drafts import DraftTree, TokenTree
 from .layers.draft_network import TargetParts
 from .protocol import Commit, DeviceCommit, DraftStep, Prompt, Session, VerifiedNodes
-from .validation import setting
+from .settings.checks import setting
 
 
 __all__ = [

@@ -25,11 +25,11 @@ from .loader import load_speculator
 from .loop.loop import DecodingLoop
 from .loop.rows import Group, Rows
 from .metrics import SpecDecodingStats
+from .settings.checks import Bounds, checked
 from .speculator import Speculator
 from .target.facts import model_profile
 from .target.store import row_sizes
 from .target_facts import vocabulary_size
-from .validation import Bounds, checked
 
 
 @dataclass

@@ -18,7 +18,7 @@ from ..demo import Prompt
 from ..errors import SpecConfigError, shown
 from ..machine import home_folder
 from ..prompts import PROMPT_FIELDS, WHOLE_FIELDS, is_chat, json_records, prompts_in
-from ..validation import is_int
+from ..settings.checks import is_int
 
 
 if TYPE_CHECKING:

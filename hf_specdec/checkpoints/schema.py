@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from transformers.activations import ACT2FN
 
-from ..validation import is_int, is_number
+from ..settings.checks import is_int, is_number
 
 
 class Kind(NamedTuple):

@@ -21,8 +21,8 @@ import typer
 
 from ..errors import SpecConfigError, counted, did_you_mean
 from ..method import Training, trainings
+from ..settings.checks import hints_of
 from ..training.options import TextOptions
-from ..validation import hints_of
 from . import options
 from .output import say, show
 from .target import Target

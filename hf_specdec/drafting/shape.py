@@ -12,7 +12,7 @@ from ..drafts.static import MAX_NODES
 from ..errors import SpecConfigError
 from ..protocol import Session
 from ..settings import SpeculativeConfig
-from ..validation import Options, draft_sample_method_field, setting
+from ..settings.checks import Options, draft_sample_method_field, setting
 from .growth import DynamicTree
 
 

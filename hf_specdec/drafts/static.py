@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import torch
 
 from ..errors import SpecConfigError, shown
+from ..method import MOST_DRAFT_TOKENS
 from ..threads import cached_property
 from ..transfers import kept_on_device, upload
-from ..validation import MOST_DRAFT_TOKENS
 from .topology import TreeTopology, chain_topology, static_topology
 
 

@@ -24,7 +24,7 @@ from ..checkpoints.files import RepoFiles
 from ..errors import SpecConfigError
 from ..method import NO_DRAFTS, is_language_model, methods, parts_of, takes_model
 from ..settings import AUTO, SpeculativeConfig
-from ..validation import is_number
+from ..settings.checks import is_number
 from ..version import INSTALLATION
 from .engines import sglang_command, vllm_command
 from .inspect import is_repo_id

@@ -16,7 +16,7 @@ from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..many.generate import generate_many
 from ..many.row import RequestResult, error_text
 from ..settings import SpeculativeConfig
-from ..validation import Bounds, checked
+from ..settings.checks import Bounds, checked
 
 
 # How a row names its prompt: the first of these columns that it has.

@@ -19,8 +19,8 @@ from ..loader import age_texts, forget_speculators
 from ..metrics import SpecDecodingStats
 from ..metrics.listeners import CallObserver, Listener, add_listener, remove_listener
 from ..settings import SpeculativeConfig
+from ..settings.checks import Bounds, checked
 from ..target_facts import model_name
-from ..validation import Bounds, checked
 
 
 logger = logging.get_logger(__name__)

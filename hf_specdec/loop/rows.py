@@ -17,8 +17,8 @@ from ..errors import SpecDecError
 from ..logits.processors import ProcessorStack
 from ..metrics import SpecDecodingStats
 from ..protocol import DraftStep
+from ..settings.checks import MOST_INTEGER
 from ..transfers import select_rows
-from ..validation import MOST_INTEGER
 from .texts import Texts
 
 

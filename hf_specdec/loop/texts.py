@@ -21,7 +21,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from ..validation import MOST_INTEGER
+from ..settings.checks import MOST_INTEGER
 
 
 if TYPE_CHECKING:

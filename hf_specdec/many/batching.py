@@ -14,8 +14,8 @@ from transformers.generation.continuous_batching.requests import GenerationOutpu
 from ..call.refusals import effective
 from ..errors import SpecConfigError, shown
 from ..metrics import SpecDecodingStats
+from ..settings.checks import Bounds, checked
 from ..target_facts import no_target
-from ..validation import Bounds, checked
 from .generate import generate_many
 from .requests import check_config
 from .row import RequestResult, error_text

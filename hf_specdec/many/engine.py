@@ -20,10 +20,10 @@ from ..loop.loop import DecodingLoop
 from ..loop.rows import Rows
 from ..machine import free_bytes
 from ..metrics import SpecDecodingStats
+from ..settings.checks import Bounds, checked
 from ..speculator import Speculator
 from ..target.facts import ModelProfile, model_profile
 from ..target_facts import no_target, vocabulary_size
-from ..validation import Bounds, checked
 from .requests import RequestReader
 from .row import Row, RowLogprobs
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SpecConfigError, SpecDecError, shown
 from ..metrics import SpecDecodingStats
-from ..validation import is_int
+from ..settings.checks import is_int
 from .engine import Engine, engine_of_run
 from .journal import Journal, key_of
 from .requests import several

@@ -18,7 +18,7 @@ from weakref import ref
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import SpecConfigError, shown
-from ..validation import Bounds, checked
+from ..settings.checks import Bounds, checked
 from .batching import SpeculativeGenerationOutput, output_of
 from .engine import engine_of_run
 from .requests import several

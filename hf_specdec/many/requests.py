@@ -21,12 +21,12 @@ from ..logits.grammar.rows import grammar_of
 from ..logits.randomness import seed_from_torch
 from ..method import NO_DRAFTS
 from ..prompts import PROMPT_FIELDS, TOKENS_FIELD, WHOLE_FIELDS, is_chat, prompts_in
+from ..settings.checks import MOST_INTEGER, Bounds, checked
 from ..target.parts.adapters import AdapterChoice
 from ..target.parts.rotary import check_constant_rotary
 from ..target.request import Request
 from ..target_facts import forward_arguments, num_embeddings, vocabulary_size
 from ..threads import Recent, cached_property
-from ..validation import MOST_INTEGER, Bounds, checked
 from .row import Row
 
 

@@ -14,9 +14,9 @@ from ..loop.cycle import Cycle
 from ..loop.observers import Observer
 from ..loop.rows import Group, Rows
 from ..metrics import SpecDecodingStats
+from ..settings.checks import MOST_INTEGER
 from ..target.request import Request
 from ..transfers import take_nodes, upload
-from ..validation import MOST_INTEGER
 
 
 class TokenLogprobs(NamedTuple):

@@ -8,8 +8,8 @@ from time import perf_counter
 
 from ..environment import variable
 from ..errors import SpecConfigError, shown
+from ..settings.checks import Bounds, checked
 from ..threads import Lock
-from ..validation import Bounds, checked
 from .listeners import CallObserver, Listener, add_listener, logger, remove_listener
 from .stats import SpecDecodingStats
 

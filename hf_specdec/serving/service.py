@@ -23,9 +23,9 @@ from ..logits.grammar.processor import grammar
 from ..many.batching import SpeculativeGenerationOutput
 from ..many.manager import SpeculativeBatchingManager
 from ..metrics import SpecDecodingStats
+from ..settings.checks import Options, setting
 from ..target_facts import vocabulary_size
 from ..threads import Recent
-from ..validation import Options, setting
 from .answers import Part, ScoredToken, usage_of
 from .bodies import GenerationBody
 from .penalties import PenaltiesLogitsProcessor

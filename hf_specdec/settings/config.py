@@ -22,7 +22,7 @@ from ..errors import SpecConfigError, is_access_token, shown
 from ..method import NO_DRAFTS, drafting_method, methods, takes_model
 from ..reading import reading_settings
 from ..threads import cached_property
-from ..validation import (
+from .checks import (
     MOST_DRAFT_TOKENS,
     Bounds,
     checked,

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..errors import SpecConfigError, SpecDecError, did_you_mean, shown
 from ..method import COMBINING, methods, parts_of, resolve_candidate_generator
 from ..reading import plain_value
-from ..validation import is_int
+from .checks import is_int
 
 
 # In a method's place: the drafter that is found for the target, or the method of the `model` that is named. In that of

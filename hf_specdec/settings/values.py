@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..errors import SpecConfigError, shown
-from ..validation import MOST_DRAFT_TOKENS, MOST_INTEGER, is_int
+from .checks import MOST_DRAFT_TOKENS, MOST_INTEGER, is_int
 
 
 QUANTIZATION_ALIASES = {

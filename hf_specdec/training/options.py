@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..errors import SpecConfigError
-from ..validation import Options, setting
+from ..settings.checks import Options, setting
 
 
 # Beside a trained draft: how its training went, and on which kind of target.

@@ -9,7 +9,7 @@ import pytest
 
 from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.errors import SpecConfigError
-from hf_specdec.validation import setting
+from hf_specdec.settings.checks import setting
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from hf_specdec.errors import SpecConfigError, SpecDecError
 from hf_specdec.hub.published import published_config
 from hf_specdec.method import built_in_methods, takes_model
 from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig
+from hf_specdec.settings.checks import Bounds, hints_of, types_of
 from hf_specdec.settings.names import PendingOptions, key_of, option_fields, options_class
-from hf_specdec.validation import Bounds, hints_of, types_of
 from tests.helpers.levels import full
 from tests.helpers.toy_method import ToyOptions, error_of
 

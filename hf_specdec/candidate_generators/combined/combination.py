@@ -10,8 +10,8 @@ from typing import Any
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...method import COMBINING, NO_DRAFTS, resolve_candidate_generator
+from ...settings.checks import Options, hints_of, setting
 from ...threads import cached_property
-from ...validation import Options, hints_of, setting
 from ..base import CandidateGenerator
 from .generator import Combination, CombinedCandidateGenerator, LedCandidateGenerator
 

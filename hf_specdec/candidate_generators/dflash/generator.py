@@ -36,9 +36,9 @@ from ...kernels.tree_attention import SlotTree, pack_words
 from ...logits.grammar.masks import GrowingMasks
 from ...protocol import Prompt
 from ...settings import SpeculativeConfig
+from ...settings.checks import Options, draft_sample_method_field, setting
 from ...target.masks import FULL, Span, TreeMask
 from ...transfers import kept_on_device, kept_tensor
-from ...validation import Options, draft_sample_method_field, setting
 from ..networks import NetworkGenerator
 from .formats import DFlashReader
 from .heads import Block, HeadConfig, Memory

@@ -38,6 +38,7 @@ from ...errors import SpecConfigError, UnsupportedModelError, shown
 from ...kernels.tree_attention import MAX_NODES
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...settings import SpeculativeConfig
+from ...settings.checks import Options, draft_sample_method_field, parallel_drafting_field, setting
 from ...settings.values import plain_path
 from ...target.cache import SlotCache
 from ...target.facts import model_profile
@@ -46,7 +47,6 @@ from ...target.lean import slot_model
 from ...target.model_slots import ModelSlots
 from ...target.parts.source import Source
 from ...transfers import take_nodes, upload
-from ...validation import Options, draft_sample_method_field, parallel_drafting_field, setting
 from ..networks import NetworkGenerator
 from .network import (
     TargetStates,

@@ -33,9 +33,9 @@ from ...checkpoints.schema import COUNT, FLAG, INDEX, INDICES, MOST, NUMBER, Key
 from ...checkpoints.weights import WEIGHT_FILES, TensorTable, read_header, shards_of
 from ...errors import MOST_SHOWN, CheckpointFormatError, SpecConfigError, shown
 from ...settings import SpeculativeConfig
+from ...settings.checks import is_int
 from ...target_facts import decoder_layers, draft_device, hidden_size, num_embeddings
 from ...threads import Lock
-from ...validation import is_int
 from .vocabularies import load_tokenizer
 
 

@@ -24,8 +24,8 @@ from ...drafts import TokenTree
 from ...errors import SpecConfigError
 from ...protocol import Session
 from ...settings import SpeculativeConfig
+from ...settings.checks import MOST_DRAFT_TOKENS, parallel_drafting_field, setting
 from ...transfers import upload
-from ...validation import MOST_DRAFT_TOKENS, parallel_drafting_field, setting
 from ..networks import AutoregressiveCandidateGenerator
 from .network import EagleNetwork
 

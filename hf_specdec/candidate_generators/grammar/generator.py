@@ -18,7 +18,7 @@ from ...drafts import DraftTree
 from ...logits.grammar.matchers import GrammarMatcher, allows, alternatives
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
 from ...settings import SpeculativeConfig
-from ...validation import Options, setting
+from ...settings.checks import Options, setting
 from ..base import CandidateGenerator
 from ..row_trees import depth_sums
 

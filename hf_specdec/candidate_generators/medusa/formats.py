@@ -23,7 +23,7 @@ from ...checkpoints.header import TargetNeeds, TargetSizes
 from ...checkpoints.reader import CheckpointReader
 from ...checkpoints.schema import COUNT, FLAG, NAME, POSITIVE, Key, Kind, Tensor, pattern_of
 from ...checkpoints.weights import WEIGHT_FILES
-from ...validation import is_number
+from ...settings.checks import is_number
 
 
 MEDUSA_FILES = ("medusa_lm_head.safetensors", "medusa_lm_head.pt", *WEIGHT_FILES)

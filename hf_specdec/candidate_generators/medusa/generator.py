@@ -32,9 +32,9 @@ from ...layers.draft_network import TargetParts
 from ...metrics import LOSSLESS_RULES
 from ...protocol import Commit, Session
 from ...settings import SpeculativeConfig
+from ...settings.checks import Options, setting
 from ...threads import Lock
 from ...transfers import kept_on_device, upload
-from ...validation import Options, setting
 from ..networks import NetworkGenerator
 from .network import NUM_RANKS, MedusaHeads
 

@@ -30,7 +30,7 @@ from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...protocol import Session
 from ...settings import SpeculativeConfig
-from ...validation import MOST_DRAFT_TOKENS, Options, draft_sample_method_field, setting
+from ...settings.checks import MOST_DRAFT_TOKENS, Options, draft_sample_method_field, setting
 from ..networks import NetworkGenerator
 from .network import MLPSpeculator, MLPStage
 

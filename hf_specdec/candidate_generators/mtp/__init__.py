@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from ...method import Method
+from ...settings.checks import Options
 from ...training.options import shared_option
-from ...validation import Options
 
 
 @dataclass(frozen=True)

@@ -33,13 +33,13 @@ from ...errors import SpecConfigError, UnsupportedModelError
 from ...kernels.tree_attention import SlotTree
 from ...protocol import Prompt, Session
 from ...settings import SpeculativeConfig
+from ...settings.checks import setting
 from ...target.graphs import CallGraphs, Variant, graphs_for
 from ...target.masks import FULL, Span, TreeMask
 from ...target.model import SlotModel
 from ...target_facts import CACHE_READERS, decoder_layers, reads_target_cache
 from ...threads import cached_property
 from ...transfers import RowNumbers, last_of_each, upload
-from ...validation import setting
 from ..draft_model.network import load_draft_model
 from ..networks import AutoregressiveCandidateGenerator, OverTargetGenerator
 from .network import MtpNetwork, check_family, placed

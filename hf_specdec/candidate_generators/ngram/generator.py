@@ -17,8 +17,8 @@ from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Session
 from ...settings import SpeculativeConfig
+from ...settings.checks import Options, setting
 from ...target.graphs import graphs_for
-from ...validation import Options, setting
 from ..base import CandidateGenerator
 from .texts import LONGEST_MATCH, CallTexts, FoundTrees, LookupRule, RowText, texts_of
 

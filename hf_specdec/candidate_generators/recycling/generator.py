@@ -27,10 +27,10 @@ from ...errors import SpecConfigError
 from ...logits.grammar.matchers import GrammarMatcher, allows
 from ...protocol import Commit, DraftStep, Prompt, Session, VerifiedNodes
 from ...settings import SpeculativeConfig
+from ...settings.checks import Options, setting
 from ...target_facts import vocabulary_size
 from ...threads import Lock
 from ...transfers import upload
-from ...validation import Options, setting
 from ..base import CandidateGenerator
 
 

@@ -25,10 +25,10 @@ from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...protocol import DeviceCommit, Session
 from ...settings import SpeculativeConfig
+from ...settings.checks import Options, draft_sample_method_field, setting
 from ...target.graphs import CallGraphs
 from ...target.model import SlotModel
 from ...target_facts import decoder_layers
-from ...validation import Options, draft_sample_method_field, setting
 from ..networks import OverTargetGenerator
 from .own_layers import OwnSlots, check_can_draft
 

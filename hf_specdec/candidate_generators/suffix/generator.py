@@ -29,8 +29,8 @@ from ...drafts.static import MAX_NODES
 from ...errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
 from ...settings import SpeculativeConfig
+from ...settings.checks import Bounds, Options, checked, setting
 from ...threads import Lock
-from ...validation import Bounds, Options, checked, setting
 from ..base import CandidateGenerator
 from ..row_trees import depth_sums, shallow
 

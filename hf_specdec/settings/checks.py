@@ -14,12 +14,11 @@ from numbers import Integral, Real
 from types import NoneType, UnionType
 from typing import Any, Literal, NamedTuple, Union, get_args, get_origin, get_type_hints
 
-from .errors import SpecConfigError, did_you_mean, shown
-from .reading import parse_json
+from ..errors import SpecConfigError, did_you_mean, shown
+from ..method import MOST_DRAFT_TOKENS
+from ..reading import parse_json
 
 
-# Largest number of tokens of a draft, and of nodes of a static tree.
-MOST_DRAFT_TOKENS = 1024
 MOST_INTEGER = 2**31 - 1
 
 # Of a name or path.

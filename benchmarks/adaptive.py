@@ -111,7 +111,7 @@ def demo_cases(target: PreTrainedModel) -> list[Case]:
     """The demo's target: with the embedded drafters beside the others."""
     tokenizer, prompts = demo.load_tokenizer(), demo.prompts()
     useless, huge = random_draft(target, 1, 64), random_draft(target, 5, target.config.hidden_size)
-    tree = {"draft_tree_depth": 5, "draft_tree_top_k": 8, "num_draft_nodes": 31, "draft_min_path_prob": 0.0}
+    tree = {"draft_tree_depth": 5, "draft_tree_top_k": 8, "num_draft_nodes": 31, "draft_confidence_threshold": 0.0}
 
     def texts(kind: str) -> list[dict[str, torch.Tensor]]:
         return [encoded(tokenizer, [prompt.text]) for prompt in prompts if prompt.kind == kind]

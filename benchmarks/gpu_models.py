@@ -153,7 +153,7 @@ DRAFTERS = (
     Drafter("ngram"),
     # Without past responses: the same text was written before.
     Drafter("suffix", {"suffix_decoding_max_cached_requests": 0}),
-    Drafter("draft_model, chain of 5", {"num_speculative_tokens": DRAFT_LENGTH, "same_tokenizer": True}),
+    Drafter("draft_model, chain of 5", {"num_speculative_tokens": DRAFT_LENGTH, "draft_vocabulary": "same"}),
     Drafter("medusa, tree of 63", {"speculative_token_tree": "mc_sim_7b_63"}, 2.3, "Spec-Bench, Vicuna-7B"),
     Drafter("eagle, tree of 59", _EAGLE_TREE, 4.34, "EAGLE-2, Spec-Bench, Vicuna-7B"),
     Drafter("eagle3, tree of 59", _EAGLE_TREE, 3.40, "DFlash paper, Qwen3-8B"),
@@ -227,7 +227,7 @@ class Models:
 
 def synthetic(length: float) -> dict[str, Any]:
     """Settings that commit so many tokens a cycle, whatever they are."""
-    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+    return {"rejection_sample_method": "synthetic", "rejection_sample_options": length}
 
 
 class RandomNodesCandidateGenerator(CandidateGenerator):

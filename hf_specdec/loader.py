@@ -104,13 +104,6 @@ def _load(
         )
     if draft_model is not None:
         _check_takes(generator_class, config.method, draft_model)
-    asked, size = config.draft_tensor_parallel_size, getattr(draft_model, "tp_size", None) or 1
-    if asked not in (1, size):
-        kind = "a draft model that is loaded by name" if draft_model is None else f"this {type(draft_model).__name__}"
-        raise SpecConfigError(
-            f"`draft_tensor_parallel_size`={asked}, and {kind} is held by {size} process{'es' * (size > 1)}. Leave "
-            "it out, or load the draft model itself with a tensor-parallel plan and pass it as `assistant`."
-        )
     try:
         loaded = _loaded(generator_class, config, target_model, draft_model, tokenizers)
     except CheckpointAccessError:

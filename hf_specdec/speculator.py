@@ -13,7 +13,6 @@ from weakref import ref
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
-from transformers.utils import logging
 
 from .candidate_generators.adaptive import AdaptiveCandidateGenerator
 from .candidate_generators.assisted import StockCandidateGenerator, UnboundCandidateGenerator
@@ -27,9 +26,6 @@ from .logits.sampling import DraftSampler
 from .protocol import Session
 from .settings import AUTO, FIXED, SpeculativeConfig
 from .target_facts import vocabulary_size
-
-
-logger = logging.get_logger(__name__)
 
 
 # Maximum length of the imagined call whose checks are run.
@@ -110,13 +106,8 @@ class Speculator:
             return UnboundCandidateGenerator(self)
         if self.note is not None:
             session.notes.append(self.note)
-        limit = self.config.disable_by_batch_size
         schedule = self.config.num_speculative_tokens_per_batch_size
-        is_too_large = limit is not None and session.batch_size > limit
-        if is_too_large:
-            session.notes.append(f"no drafts: {session.batch_size} rows are more than disable_by_batch_size={limit}")
-            logger.info(f"Speculation is off for this call: {session.notes[-1]}.")
-        if is_too_large or schedule == _NEVER:
+        if schedule == _NEVER:
             return NoDrafts(self.config, None, session, "batch_size")
         session.adapts = self.is_adaptive
         generator = self.generator_class(self._longest_drafts, self.resources, session)
@@ -245,15 +236,15 @@ def _longest_drafts(
     """
     schedule = config.num_speculative_tokens_per_batch_size
     if not is_adaptive:
-        has_length = config.fixed_length is not None or config.speculative_token_tree is not None
-        if schedule is not None and not has_length:
-            return config.replace(num_speculative_tokens=max(k for _, k in schedule) or None)
+        lengths = [k for _, k in schedule or ((1, None),)]
+        if None not in lengths and config.fixed_length is None and config.speculative_token_tree is None:
+            return config.replace(num_speculative_tokens=max(lengths) or None)
         return config.replace(num_speculative_tokens=None) if config.num_speculative_tokens == FIXED else config
     changes: dict[str, Any] = {"num_speculative_tokens": None}
     most = generator_class.most_speculative_tokens
     if most is not None and not config.speculative_token_tree:
         # The most that is asked for any number of rows is no contradiction then.
-        changes["num_speculative_tokens"] = max([most, *(k for _, k in schedule or ())])
+        changes["num_speculative_tokens"] = max([most, *(k or 0 for _, k in schedule or ())])
     for part in generator_class.parts or (generator_class,):
         changes |= part.adaptive_settings(config.options)
     # The text of drawn drafts depends on where they end, and that on measured times.

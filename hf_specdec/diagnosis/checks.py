@@ -112,14 +112,14 @@ def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizer
     except SpecConfigError as error:
         yield Finding("vocabulary", "error", str(error), "Correct `draft_tokenizer`.")
         return
-    is_mapped = is_language_model(config.method) and not getattr(config.options, "same_tokenizer", False)
+    is_mapped = is_language_model(config.method) and config.options.draft_vocabulary != "same"
     if theirs is None:
         if is_mapped:
             yield Finding(
                 "vocabulary",
                 "warning",
                 "The draft model has no tokenizer beside it, so that the tables cannot be compared.",
-                "Name its tokenizer as `draft_tokenizer`, or say by same_tokenizer=True that it is the target's.",
+                "Name its tokenizer as `draft_tokenizer`, or say by draft_vocabulary='same' that it is the target's.",
             )
         return
     differs = difference(tokenizer.get_vocab(), theirs.get_vocab())
@@ -133,7 +133,7 @@ def tokenizer_findings(config: SpeculativeConfig, tokenizer: PreTrainedTokenizer
             "vocabulary",
             "error" if is_whole else "warning",
             f"Target and drafter have different tokenizers: {differs}.",
-            f"Use a drafter with the target's tokenizer{', or leave out `same_tokenizer`' if is_whole else ''}.",
+            "Use a drafter with the target's tokenizer" + (", or leave out `draft_vocabulary`." if is_whole else "."),
         )
     templates = getattr(theirs, "chat_template", None), tokenizer.chat_template
     if None not in templates and templates[0] != templates[1]:

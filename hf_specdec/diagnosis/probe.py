@@ -179,10 +179,8 @@ class _Watching(Speculator):
     @classmethod
     def of(cls, speculator: Speculator) -> _Watching:
         # A length that adapts would learn that nothing is ever accepted.
-        config = speculator.config.replace(
-            num_speculative_tokens=speculator.config.fixed_length or FIXED,
-            disable_by_batch_size=None,
-        )
+        length = speculator.config.fixed_length or FIXED
+        config = speculator.config.replace(num_speculative_tokens=length, num_speculative_tokens_per_batch_size=None)
         if hasattr(config.options, "draft_sample_method"):
             # Sampled tokens are accepted by their probabilities, not by being the target's.
             config = config.replace(draft_sample_method="greedy")

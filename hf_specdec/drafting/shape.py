@@ -60,7 +60,7 @@ class ExtrapolationOptions(Options):
         published=True,
         engine_names={"speculative_num_draft_tokens": -1},
     )
-    draft_min_path_prob: float | None = setting(
+    draft_confidence_threshold: float | None = setting(
         None,
         "A row's draft is not continued after nodes whose probability, along the whole path, is at most "
         "this. 0 always drafts the full depth. Default: 0; on a CPU, where no shape is asked for, "
@@ -73,8 +73,8 @@ class ExtrapolationOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft_min_path_prob == 1:
-            raise SpecConfigError("`draft_min_path_prob` must be below 1, got 1: nothing would be continued.")
+        if self.draft_confidence_threshold == 1:
+            raise SpecConfigError("`draft_confidence_threshold` must be below 1, got 1: nothing would be continued.")
 
 
 def draft_shape(
@@ -115,7 +115,7 @@ def growth_option(config: SpeculativeConfig) -> str | None:
 
 def confidence_threshold(config: SpeculativeConfig, session: Session) -> float:
     """Path probability that a node must exceed for the draft to go on there; 0 for any."""
-    threshold = config.options.draft_min_path_prob
+    threshold = config.options.draft_confidence_threshold
     if threshold is not None:
         return threshold
     names_shape = growth_option(config) or config.speculative_token_tree or config.num_speculative_tokens

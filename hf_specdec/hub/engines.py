@@ -15,13 +15,12 @@ from ..settings import AUTO, FIXED, SpeculativeConfig
 
 logger = logging.get_logger(__name__)
 
-# vLLM 0.33's keys of --speculative-config; it refuses all others.
+# vLLM 0.33's keys of --speculative-config that a configuration may hold; it refuses all others.
 _VLLM_KEYS = frozenset(
     {
         "method",
         "model",
         "num_speculative_tokens",
-        "draft_tensor_parallel_size",
         "quantization",
         "num_speculative_tokens_per_batch_size",
         "max_model_len",
@@ -29,7 +28,6 @@ _VLLM_KEYS = frozenset(
         "code_revision",
         "enforce_eager",
         "parallel_drafting",
-        "disable_padded_drafter_batch",
         "rejection_sample_method",
         "draft_sample_method",
         "prompt_lookup_min",
@@ -73,8 +71,12 @@ def to_vllm(config: SpeculativeConfig) -> dict[str, Any]:
     if lengths is not None:
         # vLLM wants ranges; the last one holds for everything above it there, too.
         ends = [first - 1 for first, _ in lengths[1:]] + [lengths[-1][0]]
-        settings["num_speculative_tokens_per_batch_size"] = [[a, b, k] for (a, k), b in zip(lengths, ends)]
-        settings["num_speculative_tokens"] = max(settings["num_speculative_tokens"], max(k for _, k in lengths))
+        usual = settings["num_speculative_tokens"]
+        ranges = [[first, end, usual if k is None else k] for (first, k), end in zip(lengths, ends)]
+        settings["num_speculative_tokens_per_batch_size"] = ranges
+        settings["num_speculative_tokens"] = max(usual, *(k for *_, k in ranges))
+    if (accepted := settings.pop("rejection_sample_options", None)) is not None:
+        settings[f"synthetic_acceptance_{'rates' if isinstance(accepted, list) else 'length'}"] = accepted
     if config.quantization == "bitsandbytes_4bit":
         settings["quantization"] = "bitsandbytes"
     unknown = settings.keys() - _VLLM_KEYS

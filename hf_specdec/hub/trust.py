@@ -15,6 +15,7 @@ from transformers.utils import logging
 from ..errors import SpecConfigError
 from ..method import built_in_methods, parts_of
 from ..settings.names import AUTO, names_of, option_fields
+from ..settings.spellings import respelled
 
 
 logger = logging.get_logger(__name__)
@@ -26,7 +27,6 @@ PUBLISHED_SETTINGS = (
     "num_speculative_tokens_per_batch_size",
     "speculative_token_tree",
     "max_model_len",
-    "disable_by_batch_size",
 )
 
 # Settings of a drafter's place: for a target to say, not for what lies beside the drafter.
@@ -78,7 +78,7 @@ def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dic
         raise SpecConfigError(f"{source}: settings are a mapping of names to values, got {type(settings).__name__}.")
     _check_size(settings, source)
     options = settings.get("options")
-    flat = {**(options if isinstance(options, Mapping) else {}), **settings}
+    flat = respelled({**(options if isinstance(options, Mapping) else {}), **settings})
     flat.pop("options", None)
     if flat.get("trust_remote_code") or (isinstance(options, Mapping) and options.get("trust_remote_code")):
         raise SpecConfigError(

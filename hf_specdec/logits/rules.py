@@ -29,6 +29,7 @@ from ..kernels.acceptance import Acceptance, check_probs, family, follow, recove
 from ..kernels.best import best_tokens
 from ..kernels.indexing import arange, pick, rows_at, widest_float
 from ..kernels.sampling import sample_from_probs
+from ..settings.spellings import TYPICAL_ACCEPTANCE
 from .processors import ProcessorStack
 from .randomness import ACCEPT, TARGET, RowKeys, RowUniforms
 
@@ -183,20 +184,19 @@ def acceptance_rule(
     name = "standard" if config is None else config.rejection_sample_method
     rule = StandardRule(uniforms)
     if name == "synthetic":
-        rates = config.synthetic_acceptance_rates
-        if rates is None:
-            rates = rates_of_length(config.synthetic_acceptance_length)
+        rates = config.rejection_sample_options
+        if isinstance(rates, float):
+            rates = rates_of_length(rates)
             if depth < len(rates):
                 raise SpecConfigError(
-                    f"`synthetic_acceptance_length` needs drafts of at least {len(rates)} tokens, got drafts of at "
-                    f"most {depth}. Raise `num_speculative_tokens`, or set `synthetic_acceptance_length` to at most "
-                    f"{depth + 1}."
+                    f"`rejection_sample_options`={config.rejection_sample_options} needs drafts of {len(rates)}, got "
+                    f"{depth} at most. Raise `num_speculative_tokens`, or ask for at most {depth + 1} tokens."
                 )
         rule = SyntheticRule(uniforms, uniforms or new_uniforms(), rates)
     elif name == "block" and uniforms is not None and draws is not False:
         rule = BlockRule(uniforms)
     elif name == "typical" and uniforms is not None:
-        rule = TypicalRule(uniforms, config.posterior_threshold, config.posterior_alpha)
+        rule = TypicalRule(uniforms, *(config.rejection_sample_options or TYPICAL_ACCEPTANCE))
     if rule.note and is_training:
         raise SpecConfigError(
             f"rejection_sample_method='{rule.name}' is not for a model in training mode: its text would be off policy "

@@ -111,7 +111,7 @@ def setting(
     """Declares a dataclass field that is a setting; without a default it has to be given.
 
     Further metadata: `key`, `published` and `engine_names` of a method's option, `flags` of the command line,
-    `normalize`, `aliases`, `describes_model`, `rule` and `is_secret` of a field of `SpeculativeConfig`.
+    `normalize`, `aliases`, `describes_model` and `is_secret` of a field of `SpeculativeConfig`.
     """
     metadata = {"help": help, "bounds": Bounds(least, most, inclusive), **further}
     return field(default=default, metadata=metadata, compare=not further.get("is_secret"))

@@ -113,11 +113,11 @@ class SpeculativeConfig:
         least=1,
         most=MOST_DRAFT_TOKENS,
     )
-    num_speculative_tokens_per_batch_size: tuple[tuple[int, int], ...] | None = setting(
+    num_speculative_tokens_per_batch_size: tuple[tuple[int, int | None], ...] | None = setting(
         None,
-        "Most draft tokens by the number of active rows: `[[1, 8, 5], [9, 32, 2], [33, 128, 0]]` (first, last, k; 0: "
-        "none) or `{1: 5, 9: 2, 33: 0}` (from so many rows on). The last k holds for all larger batches. Of trees, "
-        "the depth.",
+        "Most draft tokens by the number of active rows: `[[1, 8, 5], [9, 32, 2], [33, 128, 0]]` (first, last, k) or "
+        "`{1: 5, 9: 2, 33: 0}` (from so many rows on); of trees, the depth. 0: none; `None`, and below the first "
+        "number: no limit. The last k holds for all larger batches.",
         normalize=lengths_by_batch_size,
     )
     speculative_token_tree: tuple[tuple[int, ...], ...] | None = setting(
@@ -125,12 +125,6 @@ class SpeculativeConfig:
         "Static draft tree: paths of child ranks `[(0,), (1,), (0, 0)]` or their text, or the name of a published "
         "tree. For the methods that draft static trees.",
         normalize=token_tree,
-    )
-    draft_tensor_parallel_size: int = setting(
-        1,
-        "Processes that hold parts of the draft model: 1, every process has all of it, or those of a loaded draft "
-        "model that is passed as `assistant`.",
-        least=1,
     )
     quantization: Literal["bitsandbytes_4bit", "bitsandbytes_fp4", "bitsandbytes_8bit"] | None = setting(
         None,
@@ -191,47 +185,20 @@ class SpeculativeConfig:
     enforce_eager: bool = setting(
         False, "Launch every forward from Python, and capture nothing in CUDA graphs. Nothing is captured on a CPU."
     )
-    disable_by_batch_size: int | None = setting(
-        None, "Generate without drafts where the batch has more rows than this.", least=1
-    )
-    disable_padded_drafter_batch: bool = setting(
-        False,
-        "Accepted for configurations of serving engines. Rows are never padded to each other here, so it changes "
-        "nothing.",
-    )
     rejection_sample_method: Literal["standard", "block", "typical", "synthetic"] = setting(
         "standard",
         "Acceptance rule. `standard` and `block` keep the target's distribution exactly; `block` judges a sampled "
         "chain as a whole and accepts at least as much. `typical` (Medusa's) changes the distribution; `synthetic` "
         "accepts at given rates whatever the tokens are, for timing: its text is meaningless.",
     )
-    posterior_threshold: float = setting(
-        0.09,
-        "Epsilon of `typical`: a draft token of more probability is always kept. From 0 to 1.",
-        least=0,
-        most=1,
-        rule="typical",
-    )
-    posterior_alpha: float = setting(
-        0.3,
-        "Delta of `typical`: so is a draft token of more probability than this times exp(-entropy).",
-        least=0,
-        rule="typical",
-    )
-    synthetic_acceptance_rates: tuple[float, ...] | None = setting(
+    rejection_sample_options: float | tuple[float, ...] | None = setting(
         None,
-        "For `synthetic`: the probability that the first 1, 2, ... draft tokens are accepted, e.g. `[0.8, 0.6, 0.5]`. "
-        "Never increasing; 0 after the last one.",
+        "What the acceptance rule needs. `typical`: a pair, by default `[0.09, 0.3]`; a draft token is kept if its "
+        "probability is above the first, or above the second times exp(-entropy). `synthetic`: the tokens committed "
+        "per verification, at least 1, or a list of the probabilities that the first 1, 2, ... draft tokens are "
+        "accepted, such as `[0.8, 0.6, 0.5]`, never increasing, 0 after the last one.",
         least=0,
-        most=1,
-        rule="synthetic",
-    )
-    synthetic_acceptance_length: float | None = setting(
-        None,
-        "For `synthetic`, instead of the rates: tokens committed per verification, at least 1.",
-        least=1,
         most=MOST_DRAFT_TOKENS + 1,
-        rule="synthetic",
     )
     options: Any = field(default=PendingOptions(), metadata={"help": "The options of the method, as an object."})
 
@@ -294,31 +261,30 @@ class SpeculativeConfig:
         """
         if self.method == NO_DRAFTS or self.num_speculative_tokens is not None:
             return self.num_speculative_tokens == AUTO and self.method != NO_DRAFTS
-        is_shaped = self.speculative_token_tree or self.num_speculative_tokens_per_batch_size
+        lengths = self.num_speculative_tokens_per_batch_size or ()
+        is_shaped = self.speculative_token_tree or any(k for _, k in lengths)
         # The text of drawn drafts, and under other rules, depends on what is drafted. It must not depend on a clock.
         is_drawn = getattr(self.options, "draft_sample_method", None) == "probabilistic"
         may_adapt = not (is_shaped or is_drawn) and self.rejection_sample_method == "standard"
         return may_adapt and is_switched_on("ADAPTIVE", default=True)
 
     def most_tokens(self, num_rows: int) -> int | None:
-        """Most draft tokens with so many active rows, by `num_speculative_tokens_per_batch_size` if it is set."""
-        lengths = self.num_speculative_tokens_per_batch_size
-        return None if lengths is None else next(k for first, k in reversed(lengths) if first <= num_rows)
+        """Most draft tokens with so many active rows, by `num_speculative_tokens_per_batch_size`; `None`: any."""
+        lengths = self.num_speculative_tokens_per_batch_size or ((1, None),)
+        return next(k for first, k in reversed(lengths) if first <= num_rows)
 
     def replace(self, /, **changes: Any) -> SpeculativeConfig:
         """A copy with some settings changed.
 
-        When the method changes, the options of the old one are dropped, and so are the settings of the old
-        acceptance rule when that changes.
+        When the method or the acceptance rule changes, the options of the old one are dropped.
         """
         base, changes = self.to_dict(secrets=True), flattened(changes)
         new_method = canonical_method(changes.get("method", self.method))
         if self.method not in (None, AUTO) and new_method != self.method:
             common = {item.name for item in _common_fields()}
             base = {key: value for key, value in base.items() if key in common}
-        new_rule = changes.get("rejection_sample_method", self.rejection_sample_method)
-        of_other_rules = {item.name for item in _common_fields() if item.metadata.get("rule") not in (None, new_rule)}
-        base = {key: value for key, value in base.items() if key not in of_other_rules}
+        if changes.get("rejection_sample_method", self.rejection_sample_method) != self.rejection_sample_method:
+            base.pop("rejection_sample_options", None)
         return type(self)(**merged(base, changes))
 
     def for_method(self, method: str, **defaults: Any) -> SpeculativeConfig:

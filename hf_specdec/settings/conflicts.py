@@ -6,10 +6,9 @@ from dataclasses import fields
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from transformers.utils import logging
-
 from ..errors import SpecConfigError, shown
-from ..method import built_in_methods, drafting_method, takes_model
+from ..method import MOST_DRAFT_TOKENS, built_in_methods, drafting_method, takes_model
+from .checks import thawed
 from .names import AUTO
 
 
@@ -17,13 +16,8 @@ if TYPE_CHECKING:
     from . import SpeculativeConfig
 
 
-logger = logging.get_logger(__name__)
-
-
 def check_combinations(config: SpeculativeConfig) -> None:
     """Raises a [`SpecConfigError`] where two settings exclude each other; `options` are made later."""
-    if config.disable_padded_drafter_batch:
-        logger.warning_once("`disable_padded_drafter_batch` changes nothing: rows are not padded to each other here.")
     _check_acceptance_rule(config)
     _check_model_settings(config)
     _check_token_tree(config)
@@ -31,27 +25,23 @@ def check_combinations(config: SpeculativeConfig) -> None:
 
 
 def _check_acceptance_rule(config: SpeculativeConfig) -> None:
-    rule = config.rejection_sample_method
-    rates = config.synthetic_acceptance_rates or ()
-    if any(later > earlier for earlier, later in pairwise(rates)):
-        raise SpecConfigError(
-            f"`synthetic_acceptance_rates` must not increase, got {shown(list(rates))}: more draft tokens cannot be "
-            "accepted more often than fewer."
+    rule, options = config.rejection_sample_method, config.rejection_sample_options
+    is_pair = isinstance(options, tuple) and len(options) == 2 and options[0] <= 1
+    are_rates = isinstance(options, tuple) and all(after <= before for before, after in pairwise((1.0, *options)))
+    if rule == "typical" and not (options is None or is_pair):
+        needed = "a pair of numbers, the first from 0 to 1"
+    elif rule == "synthetic" and not (are_rates or (isinstance(options, float) and options >= 1)):
+        needed = (
+            f"the tokens per verification, from 1 to {MOST_DRAFT_TOKENS + 1}, or rates from 1 to 0 that never rise"
         )
-    for setting in fields(config):
-        owner = setting.metadata.get("rule")
-        value = getattr(config, setting.name)
-        if owner not in (None, rule) and value != setting.default:
-            raise SpecConfigError(
-                f"`{setting.name}`={shown(value)} belongs to rejection_sample_method='{owner}', got '{rule}'. "
-                "Leave it out, or change the rule."
-            )
-    is_set = [config.synthetic_acceptance_rates is not None, config.synthetic_acceptance_length is not None]
-    if rule == "synthetic" and sum(is_set) != 1:
-        raise SpecConfigError(
-            "rejection_sample_method='synthetic' needs either `synthetic_acceptance_rates` or "
-            f"`synthetic_acceptance_length`, got {'both' if all(is_set) else 'neither'}."
-        )
+    elif rule not in ("typical", "synthetic") and options is not None:
+        needed = "left out; it belongs to 'typical' and 'synthetic'"
+    else:
+        return
+    raise SpecConfigError(
+        f"`rejection_sample_options` of rejection_sample_method='{rule}' must be {needed}, got "
+        f"{shown(thawed(options))}."
+    )
 
 
 def _check_model_settings(config: SpeculativeConfig) -> None:
@@ -73,7 +63,7 @@ def _check_lengths(config: SpeculativeConfig) -> None:
     k, lengths = config.fixed_length, config.num_speculative_tokens_per_batch_size
     if lengths is None or k is None or config.speculative_token_tree is not None:
         return
-    longest = max(length for _, length in lengths)
+    longest = max(length or 0 for _, length in lengths)
     if longest > k:
         raise SpecConfigError(
             f"`num_speculative_tokens_per_batch_size` has k={longest}, more than `num_speculative_tokens`={k}, "

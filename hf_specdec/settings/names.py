@@ -1,4 +1,4 @@
-"""The flat names of settings: which there are, whose they are, and what other engines call them.
+"""The flat names of settings: which there are, and whose they are.
 
 Options of a method have a flat name, by default that of the field in its options class. Users give them beside the
 settings of all methods or inside of `options`.
@@ -16,6 +16,7 @@ from ..errors import SpecConfigError, SpecDecError, did_you_mean, shown
 from ..method import COMBINING, methods, parts_of, resolve_candidate_generator
 from ..reading import plain_value
 from .checks import is_int
+from .spellings import OTHER_NAMES, respelled
 
 
 # In a method's place: the drafter that is found for the target, or the method of the `model` that is named. In that of
@@ -23,29 +24,6 @@ from .checks import is_int
 AUTO = "auto"
 # In a length's place: the method's own, in every cycle.
 FIXED = "fixed"
-
-# Names that other engines, older versions of them, and transformers have for a setting.
-_NAMES_ELSEWHERE = {
-    "method": "speculative_method speculative_algorithm speculative_decoding_mode decoding_type spec_method spec_type",
-    "model": "speculative_model speculative_draft_model_path speculative_model_dir draft_model_path draft_model "
-    "assistant_model spec_model",
-    "num_speculative_tokens": "speculative_num_steps num_speculative_steps speculative_tokens max_draft_len draft_max "
-    "num_assistant_tokens prompt_lookup_num_tokens max_verification_set_size",
-    "speculative_token_tree": "medusa_choices eagle_choices",
-    "draft_tensor_parallel_size": "speculative_draft_tensor_parallel_size",
-    "quantization": "speculative_model_quantization speculative_draft_model_quantization",
-    "max_model_len": "speculative_max_model_len",
-    "revision": "speculative_model_revision speculative_draft_model_revision",
-    "disable_by_batch_size": "speculative_disable_by_batch_size",
-    "rejection_sample_method": "spec_decoding_acceptance_method acceptance_method",
-    "posterior_threshold": "typical_acceptance_sampler_posterior_threshold",
-    "posterior_alpha": "typical_acceptance_sampler_posterior_alpha",
-    "prompt_lookup_max": "ngram_prompt_lookup_max speculative_ngram_max_match_window_size max_matching_ngram_size",
-    "prompt_lookup_min": "ngram_prompt_lookup_min speculative_ngram_min_match_window_size",
-    "draft_confidence_threshold": "assistant_confidence_threshold",
-    "token": "use_auth_token hf_token",
-}
-_OTHER_NAMES = {other: name for name, others in _NAMES_ELSEWHERE.items() for other in others.split()}
 
 
 @dataclass(frozen=True)
@@ -92,7 +70,7 @@ def default_of(item: Field[Any]) -> Any:
 
 
 def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat settings with the content of `options` (an options object or a mapping) among them."""
+    """Flat settings by today's names, with the content of `options` (an options object or a mapping) among them."""
     flat = dict(settings.items())
     options = flat.pop("options", None)
     options = {} if options is None else options
@@ -110,7 +88,7 @@ def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
         names = ", ".join(name[:100] for name in sorted(twice))
         raise SpecConfigError(f"These settings are given twice, beside and inside `options`: {names}.")
     flat.update(options)
-    return {str.__str__(key): plain_value(key[:100], value) for key, value in flat.items()}
+    return respelled({str.__str__(key): plain_value(key[:100], value) for key, value in flat.items()})
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,7 +141,7 @@ def check_is_named(flat: Mapping[str, Any]) -> None:
     if flat["method"] is not None or flat["model"] is not None:
         return
     for key in flat.keys() - {"method", "model"}:
-        if key in _OTHER_NAMES:
+        if key in OTHER_NAMES:
             raise SpecConfigError(_called_otherwise(key))
         close = difflib.get_close_matches(key, ("method", "model"), n=1) if len(key) < 100 else []
         if close:
@@ -175,7 +153,7 @@ def check_is_named(flat: Mapping[str, Any]) -> None:
 
 
 def _called_otherwise(key: str) -> str:
-    name = _OTHER_NAMES[key]
+    name = OTHER_NAMES[key]
     argument = f" (an argument of generate(): `spec_{name}`)" if name in ("method", "model") else ""
     owners = [f"'{owner}'" for owner in option_owners().get(name, [])]
     whose = f", a setting of method {' and '.join(owners)}" if owners else ""
@@ -189,7 +167,7 @@ def unknown_setting(method: str | None, key: str, options: Iterable[str], common
     if owners:
         belongs = " and ".join(f"'{owner}'" for owner in owners)
         return f"`{key}` belongs to method {belongs}, got {whose}. Leave it out, or change the method."
-    if key in _OTHER_NAMES:
+    if key in OTHER_NAMES:
         return _called_otherwise(key)
     hint = did_you_mean(key, [*common, *options])
     listed = f" Its own options are: {', '.join(options)}." if method and options else ""

@@ -44,14 +44,15 @@ def token_tree(value: Any) -> Any:
 
 
 def lengths_by_batch_size(value: Any) -> Any:
-    """Pairs of a number of rows and the length from there on, in increasing order; neighbours differ in length."""
+    """Pairs of a number of rows and the length from there on, from 1 row on; neighbours differ in length."""
     if value is None:
         return None
     entries = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(entries, (list, tuple)) or not entries:
         raise _wrong_lengths(value)
-    ranges = sorted(_range_of_rows(entry, value) for entry in entries)
-    last, pairs = 0, []
+    ranges = sorted((_range_of_rows(entry, value) for entry in entries), key=lambda item: item[:2])
+    last = 0
+    pairs: list[tuple[int, int | None]] = []
     for first, end, length in ranges:
         if first <= last:
             raise SpecConfigError(
@@ -61,33 +62,29 @@ def lengths_by_batch_size(value: Any) -> Any:
         last = end
         if not pairs or pairs[-1][1] != length:
             pairs.append((first, length))
-    if pairs[0][0] != 1:
-        raise SpecConfigError(
-            f"`num_speculative_tokens_per_batch_size` must begin at 1 row, got {shown(value)}, which begins at "
-            f"{pairs[0][0]}."
-        )
-    return tuple(pairs)
+    return tuple(pairs if pairs[0][0] == 1 else [(1, None), *pairs])
 
 
-def _range_of_rows(entry: Any, value: Any) -> tuple[int, int, int]:
+def _range_of_rows(entry: Any, value: Any) -> tuple[int, int, int | None]:
     """First and last number of rows, and the length, of `(rows, k)` or `(first, last, k)`."""
     if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
         raise _wrong_lengths(value)
     # JSON has only strings for the keys of a mapping.
     numbers: list[Any] = [int(item) if isinstance(item, str) and item.isdecimal() else item for item in entry]
-    if not all(map(is_int, numbers)):
+    length = numbers.pop()
+    if not all(map(is_int, numbers)) or not (length is None or is_int(length)):
         raise _wrong_lengths(value)
-    first, last, length = numbers if len(entry) == 3 else (numbers[0], *numbers)
-    if not 1 <= first <= last <= MOST_INTEGER or not 0 <= length <= MOST_DRAFT_TOKENS:
+    first, last = numbers[0], numbers[-1]
+    if not 1 <= first <= last <= MOST_INTEGER or not 0 <= (length or 0) <= MOST_DRAFT_TOKENS:
         raise _wrong_lengths(value)
-    return int(first), int(last), int(length)
+    return int(first), int(last), None if length is None else int(length)
 
 
 def _wrong_lengths(value: Any) -> SpecConfigError:
     return SpecConfigError(
         "`num_speculative_tokens_per_batch_size` must be a list of [first, last, k], such as [[1, 8, 5], [9, 32, 2], "
         "[33, 128, 0]] for numbers of rows and the draft tokens there, or a mapping from the number of rows from "
-        f"which on a k holds, {{1: 5, 9: 2, 33: 0}}; rows are at least 1, k is from 0 to {MOST_DRAFT_TOKENS}. "
+        f"which on a k holds, {{1: 5, 9: 2, 33: 0}}; rows are at least 1, k is from 0 to {MOST_DRAFT_TOKENS} or None. "
         f"Got {shown(value)}."
     )
 

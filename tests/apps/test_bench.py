@@ -120,7 +120,10 @@ def test_figures_of_known_calls():
 
 @full
 def test_runs_that_end_early_or_are_refused(monkeypatch, tmp_path):
-    complete, short = engine.run_round, ("demo", "-d", "ngram", "--set", "disable_by_batch_size=1")
+    complete, short = (
+        engine.run_round,
+        ("demo", "-d", "ngram", "--set", "num_speculative_tokens_per_batch_size=[[2, 2, 0]]"),
+    )
 
     def run_round(model, ways, found, *args):
         if found.rounds:
@@ -130,7 +133,7 @@ def test_runs_that_end_early_or_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(engine, "run_round", run_round)
     said = bench(*short, "--rounds", 3, "--batch-size", 2, "--temperature", 0.8, "--seed", 1, code=130)
     assert "1 of 3 rounds: interrupted." in said
-    assert "ngram at batch size 2: no drafts: 2 rows are more than disable_by_batch_size=1." in said
+    assert "ngram at batch size 2: length by batch size: at most 0.0 draft tokens a cycle" in said
     (tmp_path / "long.txt").write_text("def f():\n")
     for arguments, message in (
         (("-b", "0"), "Invalid value for '--batch-size'"),

@@ -142,7 +142,7 @@ def test_defects_that_files_show(check, tmp_path):
 def test_draft_models_with_other_tokenizers_and_partial_vocabularies(check, tmp_path):
     folder = shutil.copytree(demo.drafter_path("draft_model"), tmp_path / "draft")
     content = json.loads(Path(demo.target_path(), "tokenizer.json").read_text())
-    spec = {"method": "draft_model", "model": str(folder), "same_tokenizer": True}
+    spec = {"method": "draft_model", "model": str(folder), "draft_vocabulary": "same"}
     for step, status in ((1, "ok"), (7, "error")):
         words = list(content["model"]["vocab"])
         content["model"]["vocab"] = {word: (index * step) % len(words) for index, word in enumerate(words)}

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hf_specdec import SpecConfigError, demo, load_speculator
+from hf_specdec import SpecConfigError, demo
 from hf_specdec.integrations.ray import HFSpecProcessorConfig, SpecGenerate, build_processor
 from hf_specdec.loaded import record_of
 from hf_specdec.many.batching import generate_batch
@@ -295,11 +295,3 @@ def test_ranks_write_the_text_of_one_process():
         assert results[method]["accepted"] == alone.speculative.num_accepted_tokens, method
     assert results["assistant"]["accepted"] == results["parallel_assistant"]["accepted"] > 0
     assert max(results[name]["drafted"] for name in BY_THE_CLOCK) > 0
-
-
-def test_size_of_a_tensor_parallel_draft(model, tmp_path):
-    tiny_llama().save_pretrained(tmp_path)
-    with pytest.raises(SpecConfigError, match="loaded by name is held by 1 process. .* pass it as `assistant`"):
-        load_speculator(model, model=str(tmp_path), method="draft_model", draft_tensor_parallel_size=2)
-    with pytest.raises(SpecConfigError, match="this LlamaForCausalLM is held by 1 process"):
-        load_speculator(model, draft_model=tiny_llama(seed=1), draft_tensor_parallel_size=2)

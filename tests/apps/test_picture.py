@@ -183,7 +183,7 @@ CALLS = {
     "tree": (1, {"speculative": {"method": "eagle3", "model": demo.drafter_path("eagle3"), **TREE}}),
     "batch": (3, {"spec_method": "ngram"}),
     "sampled": (1, {"spec_model": demo.drafter_path("draft_model"), "spec_method": "draft_model", "do_sample": True}),
-    "plain_cycles": (2, {"speculative": {"method": "ngram", "disable_by_batch_size": 1}}),
+    "plain_cycles": (2, {"speculative": {"method": "ngram", "num_speculative_tokens_per_batch_size": {1: 0}}}),
 }
 
 

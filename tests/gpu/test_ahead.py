@@ -31,7 +31,7 @@ ON_THE_HOST = ("recycling", "adaptive", "medusa, measured", "mlp_speculator, fix
 GREEDY = [name for name in GREEDY_DRAFTERS if name not in (*ON_THE_HOST, "dflash, denoising", "dflash, domino")]
 SAMPLED = {"do_sample": True, "temperature": 4.0, "top_k": 40}
 # Random drafts are hardly ever those of a greedy target.
-SYNTHETIC = {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.0}
+SYNTHETIC = {"rejection_sample_method": "synthetic", "rejection_sample_options": 2.0}
 AUTO = {"num_speculative_tokens": "auto"}
 AHEAD = "target draft read"
 

@@ -27,7 +27,7 @@ RULES = {
     "standard": {},
     "block": {"rejection_sample_method": "block"},
     "typical": {"rejection_sample_method": "typical"},
-    "synthetic": {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 2.5},
+    "synthetic": {"rejection_sample_method": "synthetic", "rejection_sample_options": 2.5},
 }
 
 

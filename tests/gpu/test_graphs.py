@@ -77,7 +77,7 @@ class TestCallsEqualPlainGeneration:
         """One token at a time through a graph, without drafts."""
         model, inputs = tiny_llama().to(device), prompts(2)
         plain = generate(model, inputs).sequences
-        output = generate(model, inputs, speculative={"method": "ngram", "disable_by_batch_size": 1})
+        output = generate(model, inputs, speculative="none")
         assert output.sequences.tolist() == plain.tolist()
         stats = output.speculative
         # One for each number of rows, at the beginning.

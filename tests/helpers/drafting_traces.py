@@ -113,7 +113,7 @@ def cases(drafter: Drafter) -> Iterator[tuple[str, dict]]:
     if drafter.model is not None:
         own["model"] = drafter.model
     if drafter.method == "draft_model":
-        own["same_tokenizer"] = True
+        own["draft_vocabulary"] = "same"
     for shape, settings in SHAPES[drafter.method].items():
         for batch_size, samples in product((1, 3), (False, True)):
             if shape == "drawn" and not samples:

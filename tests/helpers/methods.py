@@ -57,7 +57,7 @@ _SHAPES = {
         "draft_tree_depth": 4,
         "draft_tree_top_k": 3,
         "num_draft_nodes": 8,
-        "draft_min_path_prob": 0.3,
+        "draft_confidence_threshold": 0.3,
     },
     "dflash": {},
     "dflash part of a block": {"dflash_block_size": 6, "num_speculative_tokens": 3},
@@ -166,7 +166,7 @@ def settings_of(name: str, **settings) -> dict:
         path = head_path(name.partition(" ")[2])
     model = {} if path is None else {"model": path}
     if "draft_model" in method and name not in OTHER_CHECKPOINTS:
-        model["same_tokenizer"] = True
+        model["draft_vocabulary"] = "same"
     return {"method": method, **model, **_SHAPES[name], **settings}
 
 

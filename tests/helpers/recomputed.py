@@ -270,7 +270,7 @@ class RecomputedHead:
             found.append(path)
         return found
 
-    def dynamic(self, limit, draft_tree_depth, draft_tree_top_k, num_draft_nodes, draft_min_path_prob=0.0):
+    def dynamic(self, limit, draft_tree_depth, draft_tree_top_k, num_draft_nodes, draft_confidence_threshold=0.0):
         """The equations of EAGLE-2 over lists: `(score, path)` of all candidates, level by level."""
         candidates, front = [], [(0.0, ())]
         for _ in range(min(limit, draft_tree_depth)):
@@ -281,7 +281,7 @@ class RecomputedHead:
             ]
             candidates += level
             front = sorted(level, key=lambda node: -node[0])[:draft_tree_top_k]
-            if math.exp(front[0][0]) <= draft_min_path_prob:
+            if math.exp(front[0][0]) <= draft_confidence_threshold:
                 break
         chosen = sorted(range(len(candidates)), key=lambda i: -candidates[i][0])[:num_draft_nodes]
         return [candidates[i][1] for i in sorted(chosen)]

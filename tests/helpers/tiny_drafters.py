@@ -33,7 +33,7 @@ def method(model, name, **settings):
 def draft_model(model, seed=1, mask_token=None, reads_states=False, **settings):
     network = tiny_llama(seed)
     network.config.pard_token = mask_token
-    speculator = load_speculator(model, draft_model=beside(model, network), same_tokenizer=True, **settings)
+    speculator = load_speculator(model, draft_model=beside(model, network), draft_vocabulary="same", **settings)
     if reads_states:
         embedding, width = network.get_input_embeddings(), model.config.hidden_size
         weight = torch.randn(embedding.embedding_dim, 2 * width, generator=torch.Generator().manual_seed(0)) / 8
@@ -139,7 +139,7 @@ COMBINED_DRAFTERS = {
 # In graphs of the target, which take the memory of its verifications. Not all drafts of `sparse_kv` are accepted.
 SELF_DRAFTERS = {
     "early_exit": (method, {"name": "early_exit", "early_exit_layer": 1, **K3}),
-    "sparse_kv": (method, {"name": "sparse_kv", "sparse_kv_window": 2, "sparse_kv_sinks": 1, **K3}),
+    "sparse_kv": (method, {"name": "sparse_kv", "sparse_kv_window": [1, 2], **K3}),
 }
 _OTHERS = {
     "no drafts": (lambda model, **settings: no_drafts(**settings), {}),

@@ -74,7 +74,7 @@ def decode_in_sync():
 for name, settings in arguments["calls"].items():
     decode(name, **settings)
 decode("assistant", assistant=draft, num_speculative_tokens=3)
-parallel = {"method": "draft_model", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2}
+parallel = {"method": "draft_model", "num_speculative_tokens": 3}
 decode("parallel_assistant", assistant=parallel_draft, speculative=parallel)
 decode_in_sync()
 if rank == 0:

@@ -56,7 +56,7 @@ def test_saved_and_pushed_drafters_draft_the_same(row, target, inputs, tmp_path,
     folder = str(speculator.save_pretrained(tmp_path / "saved"))
     assert speculator.push_to_hub("user/drafter", token=TOKEN).startswith(f"{hub.url}/user/drafter/commit/")
     # That tokenizers need not be compared is for the user to say.
-    own = {"same_tokenizer": False} if speculator.method == "draft_model" else {}
+    own = {"draft_vocabulary": "auto"} if speculator.method == "draft_model" else {}
     for name in (folder, "user/drafter"):
         assert drafts_of(target, inputs, spec_model=name) == expected
         # Both know the settings, not only the method.

@@ -181,13 +181,16 @@ def test_all_spellings_of_lengths_by_batch_size_mean_the_same():
         ours = by_rows(lengths)
         assert (ours, ours.compute_hash()) == (other, other.compute_hash())
         assert [ours.most_tokens(rows) for rows in (1, 8, 9, 32, 33, 1000)] == [5, 5, 2, 2, 0, 0]
+    # Without a number there is no limit.
+    assert [by_rows({9: 0}).most_tokens(rows) for rows in (1, 8, 9, 1000)] == [None, None, 0, 0]
+    assert by_rows({9: 0}) == by_rows([[1, 8, None], [9, 9, 0]])
     # A fixed length is the most.
     assert by_rows({1: 4}, num_speculative_tokens=4).most_tokens(1) == 4
     assert by_rows({1: 4}, num_speculative_tokens="auto").most_tokens(7) == 4
     with pytest.raises(SpecConfigError, match="k=4, more than `num_speculative_tokens`=2"):
         by_rows({1: 4}, num_speculative_tokens=2)
-    for lengths in ([], 5, [[1, 2, 3, 4]], [[1, True, 2]], [[4, 2, 1]], [[2, 3, 1]], [[1, 4, 2], [3, 5, 1]]):
-        with pytest.raises(SpecConfigError, match="must be a list of|must begin at 1 row|says twice what holds for 3"):
+    for lengths in ([], 5, [[1, 2, 3, 4]], [[1, True, 2]], [[4, 2, 1]], [[1, 4, 2], [3, 5, 1]]):
+        with pytest.raises(SpecConfigError, match="must be a list of|says twice what holds for 3"):
             by_rows(lengths)
 
 
@@ -217,7 +220,7 @@ def test_cycles_follow_the_lengths_by_batch_size_as_rows_leave(length):
     assert all(count <= most[rows] for rows, count in drafted)
     assert length == "auto" or max(count for _, count in drafted) > 2
     # No drafts at all, where a batch is too large for them.
-    off = {"method": "ngram", "num_speculative_tokens": length, "disable_by_batch_size": 2}
+    off = {"method": "ngram", "num_speculative_tokens": length, BY_BATCH_SIZE: {3: 0}}
     with record() as r:
         assert torch.equal(model.generate(**settings, speculative=off), free)
     assert r.calls[0].stats.num_draft_tokens == 0

@@ -15,6 +15,7 @@ from transformers.utils.import_utils import ENV_VARS_TRUE_VALUES
 from hf_specdec import environment
 from hf_specdec.errors import SpecConfigError, SpecDecError
 from hf_specdec.hub.published import published_config
+from hf_specdec.hub.trust import sifted
 from hf_specdec.method import built_in_methods, takes_model
 from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig
 from hf_specdec.settings.checks import Bounds, hints_of, types_of
@@ -76,9 +77,9 @@ def test_aliases_and_objects():
 def test_keys_of_serving_engines():
     common = {"method": "draft_model", "model": "org/draft", "num_speculative_tokens": 3, "max_model_len": 512}
     common |= dict.fromkeys(("revision", "code_revision"), "main")
-    common |= dict.fromkeys(("enforce_eager", "disable_padded_drafter_batch", "trust_remote_code"), True)
-    common |= {"draft_tensor_parallel_size": 1, "disable_by_batch_size": 8, "rejection_sample_method": "standard"}
-    config = SpeculativeConfig.resolve({**common, "quantization": "bitsandbytes"})
+    common |= {"enforce_eager": True, "trust_remote_code": True, "rejection_sample_method": "standard"}
+    ignored = {"draft_tensor_parallel_size": 2, "disable_padded_drafter_batch": True}
+    config = SpeculativeConfig.resolve({**common, **ignored, "quantization": "bitsandbytes"})
     assert {key: getattr(config, key) for key in common} == common
     assert config.quantization == "bitsandbytes_4bit"
     ngram = SpeculativeConfig.resolve({"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 4}).options
@@ -116,7 +117,8 @@ def test_static_trees_and_acceptance_rules():
     for tree, num_nodes in (("mc_sim_7b_63", 63), ("eagle_1", 25)):
         assert len(SpeculativeConfig("toy", speculative_token_tree=tree).speculative_token_tree) == num_nodes
     typical = SpeculativeConfig("toy", rejection_sample_method="typical")
-    assert (typical.posterior_threshold, typical.posterior_alpha) == (0.09, 0.3)
+    assert typical.rejection_sample_options is None
+    assert typical.replace(rejection_sample_options=[0.2, 1]).rejection_sample_options == (0.2, 1.0)
 
 
 @full
@@ -172,9 +174,50 @@ def test_settings_saved_beside_the_weights(tmp_path):
     config = SpeculativeConfig.resolve(tmp_path)
     assert (config.model, config.num_speculative_tokens) == (str(tmp_path), 7)
     for saved, own, shape in SHAPES:
-        SpeculativeConfig("eagle3", draft_min_path_prob=0.1, **saved).save_pretrained(tmp_path)
-        about = {"method": "eagle3", "model": str(tmp_path), "draft_min_path_prob": 0.1}
+        SpeculativeConfig("eagle3", draft_confidence_threshold=0.1, **saved).save_pretrained(tmp_path)
+        about = {"method": "eagle3", "model": str(tmp_path), "draft_confidence_threshold": 0.1}
         assert SpeculativeConfig.resolve(tmp_path, **own).to_dict() == about | shape
+
+
+RULE, RULE_OPTIONS = "rejection_sample_method", "rejection_sample_options"
+# By the method, settings as they were once written, and as they are today.
+RESPELLED = [
+    ("ngram", {"disable_by_batch_size": 8}, {"num_speculative_tokens_per_batch_size": {9: 0}}),
+    (
+        "ngram",
+        {"disable_by_batch_size": 8, "num_speculative_tokens_per_batch_size": {1: 5, 4: 2, 9: 1}},
+        {"num_speculative_tokens_per_batch_size": {1: 5, 4: 2, 9: 0}},
+    ),
+    ("ngram", {"prompt_lookup_max_indexed_tokens": 64, "draft_tensor_parallel_size": 1}, {}),
+    ("ngram", {RULE: "typical", "posterior_alpha": 0.5}, {RULE: "typical", RULE_OPTIONS: [0.09, 0.5]}),
+    (
+        "ngram",
+        {RULE: "typical", "posterior_threshold": 0.2, "posterior_alpha": 0.5},
+        {RULE: "typical", RULE_OPTIONS: [0.2, 0.5]},
+    ),
+    ("ngram", {RULE: "synthetic", "synthetic_acceptance_length": 2}, {RULE: "synthetic", RULE_OPTIONS: 2.0}),
+    ("ngram", {RULE: "synthetic", "synthetic_acceptance_rates": [1]}, {RULE: "synthetic", RULE_OPTIONS: [1]}),
+    ("eagle3", {"draft_min_path_prob": 0.1}, {"draft_confidence_threshold": 0.1}),
+    ("grammar", {"grammar_guesses_ends": False, "grammar_most_alternatives": 5}, {"grammar_most_alternatives": 0}),
+    ("grammar", {"grammar_guesses_ends": True, "grammar_most_alternatives": 5}, {"grammar_most_alternatives": 5}),
+    ("draft_model", {"same_tokenizer": True}, {"draft_vocabulary": "same"}),
+    ("draft_model", {"same_tokenizer": False}, {}),
+    ("sparse_kv", {"sparse_kv_window": 64}, {"sparse_kv_window": [4, 64]}),
+    ("sparse_kv", {"sparse_kv_window": 64, "sparse_kv_sinks": 2}, {"sparse_kv_window": [2, 64]}),
+    ("sparse_kv", {"sparse_kv_sinks": 2}, {"sparse_kv_window": [2, 512]}),
+    ("suffix", {"suffix_decoding_max_cached_tokens": 1000}, {"suffix_decoding_max_cached_requests": 5}),
+    ("mlp_speculator", {"top_k_tokens_per_head": [3, 2]}, {"draft_tree_top_k": [3, 2]}),
+]
+
+
+@pytest.mark.parametrize(("method", "once", "today"), RESPELLED, ids=str)
+def test_former_spellings(method, once, today):
+    config = SpeculativeConfig(method, **today)
+    assert SpeculativeConfig(method, **once) == config
+    assert SpeculativeConfig.resolve(method, **once) == config
+    assert SpeculativeConfig(method).replace(**once) == config
+    # A card may say as much in these as in today's.
+    assert sifted({"method": method, **once}, "a card")[0].keys() == sifted({"method": method, **today}, "")[0].keys()
 
 
 # Settings of the toy method, or whatever else is resolved, and what the message has.
@@ -183,12 +226,14 @@ REFUSED = [
     ({"num_speculative_tokens": "5"}, "without quotes"),
     ({"trust_remote_code": "true"}, "True or False"),
     ({"dtype": "bf16"}, "Did you mean 'bfloat16'?"),
-    ({"posterior_threshold": 0.2}, "='typical'"),
-    ({"rejection_sample_method": "synthetic"}, "neither"),
-    (dict(rejection_sample_method="synthetic", synthetic_acceptance_rates=[1], synthetic_acceptance_length=2), "both"),
-    ({"synthetic_acceptance_length": 0.5, "rejection_sample_method": "synthetic"}, "from 1 to 1025"),
-    ({"synthetic_acceptance_rates": [0.5, 0.6]}, "must not increase"),
-    *(({"synthetic_acceptance_rates": rates}, "list of numbers") for rates in ([], [0.5] * 1025, ["0.5"])),
+    ({RULE_OPTIONS: [0.2, 0.3]}, "belongs to 'typical' and 'synthetic'"),
+    ({RULE: "typical", RULE_OPTIONS: [0.2]}, "a pair of numbers"),
+    ({RULE: "synthetic"}, "tokens per verification, from 1 to 1025, or rates"),
+    ({RULE: "synthetic", RULE_OPTIONS: 0.5}, "tokens per verification, from 1 to 1025, or rates"),
+    ({RULE: "synthetic", RULE_OPTIONS: [0.5, 0.6]}, "never rise"),
+    *(({RULE: "synthetic", RULE_OPTIONS: rates}, "list of numbers") for rates in ([], [0.5] * 1025, ["0.5"])),
+    ({RULE: "synthetic", "synthetic_acceptance_rates": [1], "synthetic_acceptance_length": 2}, "are one setting"),
+    ({"disable_by_batch_size": "8"}, "`disable_by_batch_size` must be a number, got '8'"),
     ({"toy_width": 65}, "from 1 to 64"),
     ({"toy_widht": 3}, "Did you mean 'toy_width'?"),
     ({"width": 1, "toy_width": 2}, "`width` and `toy_width`"),
@@ -254,7 +299,8 @@ def test_bounds_and_choices_of_methods():
                 wrong = []
             else:
                 assert bounds.least is not None, key
-                wrong = wrong_numbers(hint, bounds)
+                # There a number alone is a former spelling.
+                wrong = [value for value in wrong_numbers(hint, bounds) if (key, value) != ("sparse_kv_window", 5)]
             for value in wrong:
                 message = error_of(SpeculativeConfig, method, **model, **{key: value})
                 assert message.startswith(f"`{key}` must be ")

@@ -23,10 +23,9 @@ pytestmark = pytest.mark.usefixtures("toy_method")
 
 WORDS = st.text("abcdefgh-_./", min_size=1, max_size=12)
 LARGE = st.integers(1, 2**31 - 1)
-LENGTHS = st.dictionaries(st.integers(2, 99), st.just(1), max_size=3).map(lambda lengths: {1: 1, **lengths})
+LENGTHS = st.dictionaries(st.integers(2, 99), st.just(1) | st.none(), max_size=3).map(lambda known: {1: 1, **known})
 COMMON_VALUES = {
     "num_speculative_tokens": st.integers(1, 1024),
-    "draft_tensor_parallel_size": st.integers(1, 4),
     "quantization": st.sampled_from(["bitsandbytes_4bit", "nf4", "fp4", "8bit"]),
     "dtype": st.sampled_from(["auto", "float32", "float16", "bfloat16"]),
     "device": st.sampled_from(["cpu", "cuda:1"]),
@@ -34,16 +33,15 @@ COMMON_VALUES = {
     "trusted_owners": st.lists(st.sampled_from(["user", "org"]), max_size=2).map(tuple),
     "num_speculative_tokens_per_batch_size": LENGTHS,
     "rejection_sample_method": st.sampled_from(["standard", "block"]),
-    **dict.fromkeys(["max_model_len", "disable_by_batch_size"], LARGE),
+    "max_model_len": LARGE,
     **dict.fromkeys(["revision", "code_revision", "subfolder", "cache_dir"], WORDS),
     **dict.fromkeys(["local_files_only", "trust_remote_code", "enforce_eager"], st.booleans()),
-    "disable_padded_drafter_batch": st.booleans(),
 }
 RATES = st.lists(st.floats(0, 1), min_size=1, max_size=5).map(lambda rates: sorted(rates, reverse=True))
 # Settings of one acceptance rule, each of which the rule can do without.
 RULE_VALUES = {
-    "typical": [{"posterior_threshold": st.floats(0, 1)}, {"posterior_alpha": st.floats(0, 9)}, {}],
-    "synthetic": [{"synthetic_acceptance_rates": RATES}, {"synthetic_acceptance_length": st.floats(1, 9)}],
+    "typical": [{"rejection_sample_options": st.tuples(st.floats(0, 1), st.floats(0, 9))}, {}],
+    "synthetic": [{"rejection_sample_options": RATES | st.floats(1, 9)}],
 }
 TOY_VALUES = {
     "toy_width": st.integers(1, 64),

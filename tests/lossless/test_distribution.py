@@ -182,7 +182,7 @@ SHAPES = (None, TREE, "random")
 
 
 def synthetic(length: float) -> dict:
-    return {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": length}
+    return {"rejection_sample_method": "synthetic", "rejection_sample_options": length}
 
 
 RULES = {"block": BLOCK, "typical": TYPICAL, "synthetic": synthetic(3)}
@@ -282,7 +282,7 @@ def test_rules_refuse_what_reads_one_position_after_the_other(model, inputs, tex
             sample(bloom, prompts(2, padding=False), assistant=speculator)
         assert sample(bloom, prompts(1), assistant=speculator).shape == (1, 7 + 24)
         # Batches without drafts are decoded plainly.
-        off = sampled_speculator(disable_by_batch_size=2, **rule)
+        off = sampled_speculator(num_speculative_tokens_per_batch_size={1: 0}, **rule)
         output = sample(model, inputs, assistant=off, return_dict_in_generate=True)
         assert torch.equal(output.sequences, text)
         assert output.speculative.rejection_sample_method == "standard"

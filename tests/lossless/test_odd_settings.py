@@ -252,5 +252,5 @@ def test_zero_is_not_off_and_numbers_of_other_libraries_are_numbers(model):
         assert type(config.num_speculative_tokens) is int
         assert config == SpeculativeConfig("ngram", num_speculative_tokens=4)
         assert load_speculator(model, "ngram", num_speculative_tokens=number).config == config
-    rates = {"rejection_sample_method": "synthetic", "synthetic_acceptance_rates": torch.tensor([0.5, 0.25])}
-    assert SpeculativeConfig("ngram", **rates).synthetic_acceptance_rates == (0.5, 0.25)
+    rates = {"rejection_sample_method": "synthetic", "rejection_sample_options": torch.tensor([0.5, 0.25])}
+    assert SpeculativeConfig("ngram", **rates).rejection_sample_options == (0.5, 0.25)

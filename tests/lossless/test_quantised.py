@@ -132,7 +132,7 @@ def test_bitsandbytes(bits, tmp_path):
     target = loaded(tmp_path, quantization_config=transformers.BitsAndBytesConfig(**settings))
     target.generation_config.pad_token_id = 0
     assert quantisation(target) == "bitsandbytes"
-    draft = {"method": "draft_model", "model": str(tmp_path), "same_tokenizer": True}
+    draft = {"method": "draft_model", "model": str(tmp_path), "draft_vocabulary": "same"}
     for method in ({"method": "ngram"}, {"method": "recycling"}, draft):
         assert_same_text(target, method, prompts(3))
 

@@ -64,7 +64,7 @@ def test_penalties_reach_the_draft(model):
     assert call.stats.acceptance_rate == 1
     # Also where it lacks some of the tokens.
     settings = {"repetition_penalty": 1.3, "suppress_tokens": [60, 61]}
-    with_draft_model(model, tiny_llama(seed=4, vocab_size=48), prompts(3), {"same_tokenizer": True}, **settings)
+    with_draft_model(model, tiny_llama(seed=4, vocab_size=48), prompts(3), {"draft_vocabulary": "same"}, **settings)
 
 
 SLOT_COUNTERS = ("bloom", "gpt_neo")
@@ -135,7 +135,7 @@ def resized(vocab_size: int):
 )
 def test_vocabulary_of_another_width(model, make, width):
     draft, inputs = make(vocab_size=width), prompts(3)
-    text, call = with_draft_model(model, draft, inputs, {"same_tokenizer": True})
+    text, call = with_draft_model(model, draft, inputs, {"draft_vocabulary": "same"})
     assert (inputs["input_ids"] >= 48).any()
     drafted = [token for trace, _ in drafts_in(call, inputs, text) for token in trace.draft_tokens]
     assert max(drafted) < min(width, VOCAB_SIZE)
@@ -192,7 +192,7 @@ def test_prompts_at_and_beyond_the_context(model):
     ],
 )
 def test_joint_distribution(settings, options):
-    counts, stats = sampled_counts(SETTINGS[settings], draft_model(same_tokenizer=True, **options))
+    counts, stats = sampled_counts(SETTINGS[settings], draft_model(draft_vocabulary="same", **options))
     assert chi_square_pvalue(counts, exact_distribution(SETTINGS[settings])) > P_VALUE
     assert stats.num_accepted_tokens > 0.1 * NUM_ROWS
     if "draft_confidence_threshold" in options:

@@ -90,7 +90,7 @@ def drafted(target, folder, **settings):
     ("target", "draft", "settings"),
     [
         ("target", "larger", {}),
-        *in_full(("target", "special", {}), ("bare", "bare", {}), ("target", "other", {"same_tokenizer": True})),
+        *in_full(("target", "special", {}), ("bare", "bare", {}), ("target", "other", {"draft_vocabulary": "same"})),
     ],
 )
 def test_tokenizers_that_are_the_same(folders, load, target, draft, settings):
@@ -125,9 +125,9 @@ def test_different_tokenizers_are_noticed(folders, load):
 @full
 def test_different_sizes_without_tokenizers_are_refused(folders, load):
     """transformers makes up a tokenizer of special tokens for some bare models; that compares nothing."""
-    with pytest.raises(CheckpointFormatError, match=r"64 and 70 tokens.*same_tokenizer"):
+    with pytest.raises(CheckpointFormatError, match=r"64 and 70 tokens.*draft_vocabulary"):
         drafted(load("bare"), folders["bare_larger"])
-    drafted(load("bare"), folders["bare_larger"], same_tokenizer=True)
+    drafted(load("bare"), folders["bare_larger"], draft_vocabulary="same")
 
 
 BF16, FP32 = torch.bfloat16, torch.float32

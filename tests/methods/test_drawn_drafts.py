@@ -45,7 +45,7 @@ def small_pard(**settings):
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = LlamaConfig(vocab_size=V + 1, **sizes, pard_token=V, bos_token_id=None, eos_token_id=None)
     network = LlamaForCausalLM(config).eval().requires_grad_(False)
-    settings = {"num_speculative_tokens": 3, "same_tokenizer": True, **settings}
+    settings = {"num_speculative_tokens": 3, "draft_vocabulary": "same", **settings}
     drafter = load_speculator(small_model(), "draft_model", draft_model=network, **settings)
     assert drafter.resources.mask_token == V
     return drafter

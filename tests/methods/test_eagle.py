@@ -51,7 +51,7 @@ def test_threshold_by_default():
         ("cpu", {}, 0.2),
         ("cuda", {}, 0.0),
         ("cpu", {"num_speculative_tokens": 4}, 0.0),
-        ("cpu", {"draft_min_path_prob": 0.4, "draft_tree_depth": 3}, 0.4),
+        ("cpu", {"draft_confidence_threshold": 0.4, "draft_tree_depth": 3}, 0.4),
     ):
         session = Session(1, 100, torch.device(device))
         assert generator_for(random_network(**NETWORKS["eagle1"]), session=session, **settings).threshold == threshold

@@ -79,7 +79,7 @@ class LayersByDefinition:
         self.logits, compute = [], network.logits
         monkeypatch.setattr(network, "logits", lambda *read: self.logits.append(compute(*read)) or self.logits[-1])
         self.generator = generator_for(
-            network, len(lengths), mtp_mode="chain", num_speculative_tokens=num_layers, draft_min_path_prob=0.0
+            network, len(lengths), mtp_mode="chain", num_speculative_tokens=num_layers, draft_confidence_threshold=0.0
         )
         starts = [max(lengths) - length for length in lengths]
         states = {"last": padded([row.states for row in self.rows], left=True)}

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
+from hf_specdec.candidate_generators.ngram import generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
 from hf_specdec.candidate_generators.ngram.texts import LONGEST_MATCH, CallTexts, DeviceTexts, RowText
 from hf_specdec.drafting.state import Entries
@@ -129,7 +130,7 @@ def test_scan_of_long_texts():
     assert found_matches([1, 2] * size, 2) == [(2 * size - 2, 2 * size - 2), (2 * size - 4, 2 * size - 4)]
 
 
-def test_default_rule_and_lengths():
+def test_default_rule_and_lengths(monkeypatch):
     # The last longest match, whose length bounds the draft.
     text = [5, 1, 2, 3, 4, 6, 1, 2, 7, 8, 9, 10, 11, 12, 1, 2]
     assert drafts_after([text]) == [[7, 8, 9, 10]]
@@ -148,7 +149,8 @@ def test_default_rule_and_lengths():
         assert drafts_after([text], max_model_len=max_model_len) == [draft]
     far = [1, 2, 3, *range(100, 200), 1, 2]
     assert drafts_after([far]) == [[3, 100, 101, 102]]
-    assert drafts_after([far], prompt_lookup_max_indexed_tokens=64) == [[]]
+    monkeypatch.setattr(generator, "_MAX_INDEXED_TOKENS", 64)
+    assert drafts_after([far]) == [[]]
 
 
 def test_rows_of_a_batch_go_their_own_ways():

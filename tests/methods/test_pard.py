@@ -34,7 +34,7 @@ def target():
 
 
 def load(folder=PARD, **settings):
-    return load_speculator(target(), method="draft_model", model=str(folder), same_tokenizer=True, **settings)
+    return load_speculator(target(), method="draft_model", model=str(folder), draft_vocabulary="same", **settings)
 
 
 def of(name, **settings):
@@ -147,7 +147,7 @@ class TestCalls:
         draft = tiny_model("falcon_h1")
         draft.config.pard_token = 3
         model, inputs = tiny_llama(vocab_size=draft.config.vocab_size), prompts(2)
-        settings = {"draft_model": draft, "num_speculative_tokens": 4, "same_tokenizer": True}
+        settings = {"draft_model": draft, "num_speculative_tokens": 4, "draft_vocabulary": "same"}
         drafter, greedy = load_speculator(model, "draft_model", **settings), {**GREEDY, "max_new_tokens": 16}
         plain = model.generate(**inputs, **greedy)
         with record(trace=True) as made:
@@ -244,6 +244,6 @@ class TestTargetStates:
         assert load(folder).resources.states is None
         assert "no warp_model.bin" in warnings[-1]
         draft = AutoModelForCausalLM.from_pretrained(PARD2)
-        drafter = load_speculator(target(), "draft_model", draft_model=draft, same_tokenizer=True)
+        drafter = load_speculator(target(), "draft_model", draft_model=draft, draft_vocabulary="same")
         assert drafter.resources.states is None
         assert any("passed by their name" in line for line in warnings)

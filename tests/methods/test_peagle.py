@@ -31,7 +31,7 @@ def test_improbable_drafts_end_and_trees_become_chains():
     texts, states = random_rows(network, (9, 6), seed=1)
     lengths = []
     for threshold in (0.0, 0.1, 0.9):
-        generator = generator_for(network, 2, num_speculative_tokens=4, draft_min_path_prob=threshold)
+        generator = generator_for(network, 2, num_speculative_tokens=4, draft_confidence_threshold=threshold)
         feed(generator, texts, states, (4, 4))
         lengths.append(sum(map(len, drafts_of(generator, texts))))
     assert lengths[0] == 8 >= lengths[1] >= lengths[2] >= 2

@@ -200,7 +200,7 @@ class TestTokenByToken:
     def test_unlikely_nodes_end_a_draft(self):
         depths = []
         for threshold in (0.0, 0.05, 0.2, 0.99):
-            settings = {**TREE, "num_draft_nodes": 39, "draft_min_path_prob": threshold}
+            settings = {**TREE, "num_draft_nodes": 39, "draft_confidence_threshold": threshold}
 
             def expected(row, limit, settings=settings):
                 paths = row.dynamic(limit, **settings)

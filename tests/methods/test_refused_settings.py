@@ -30,7 +30,7 @@ def test_settings_that_do_not_fit():
         ("eagle/eagle1", {"speculative_token_tree": [[0], [1]], "num_draft_nodes": 8}, "and `num_draft_nodes` is"),
         ("eagle/eagle1", {"speculative_token_tree": [(0,), (0, 40)]}, "rank 40, and the draft knows 40 tokens"),
         ("mtp", {"draft_tree_top_k": 3}, "`draft_tree_top_k`.*3 MTP layers.*mtp_mode='reuse'"),
-        ("mtp", {"draft_min_path_prob": 1.0}, "`draft_min_path_prob` must be below 1, got 1"),
+        ("mtp", {"draft_confidence_threshold": 1.0}, "`draft_confidence_threshold` must be below 1, got 1"),
         ("medusa/own_lm_heads", {"num_speculative_tokens": 5}, "=5 is more than the 4 heads"),
         ("medusa/own_lm_heads", {"speculative_token_tree": DEEP}, "is 5 deep, .* has 4 heads"),
         ("medusa/own_lm_heads", {"speculative_token_tree": [[40]]}, "rank 40, and the draft knows 40 tokens"),

@@ -21,7 +21,7 @@ from tests.helpers.tape import spoil_inputs, tape_everything
 
 
 EXIT = {"method": "early_exit", "early_exit_layer": 1, "num_speculative_tokens": 3}
-SPARSE = {"method": "sparse_kv", "sparse_kv_window": 6, "sparse_kv_sinks": 2, "num_speculative_tokens": 3}
+SPARSE = {"method": "sparse_kv", "sparse_kv_window": [2, 6], "num_speculative_tokens": 3}
 EXITS = {"spec_method": "early_exit"}
 SETTINGS = {"exit": EXIT, "kv": SPARSE}
 MODELS = {"llama": tiny_llama, "sliding": lambda: tiny_mistral(sliding_window=4)}

@@ -136,7 +136,7 @@ def test_generator_gives_the_scripted_drafts(use_tree_spec):
     assert num_compared > 50
 
 
-@pytest.mark.parametrize("limits", [{}, *in_full({"max_cached_requests": 0}, {"max_cached_tokens": 0})], ids=str)
+@pytest.mark.parametrize("limits", [{}, *in_full({"max_cached_requests": 0})], ids=str)
 def test_responses_are_shared_and_prompts_are_not(limits):
     cache = make_cache(make_config(**limits))
     first = started(list(range(20)) * 3, cache=cache)

@@ -172,20 +172,16 @@ class DraftModelOptions(Options):
         published=True,
     )
     parallel_drafting: bool | None = parallel_drafting_field()
-    same_tokenizer: bool = setting(
-        False,
-        "Do not compare the tokenizers: you know that they are the same.",
-    )
     draft_tokenizer: str | None = setting(
         None,
         "Repo id or folder of the draft model's tokenizer, where it does not lie beside the draft model.",
         normalize=plain_path,
     )
-    draft_vocabulary: Literal["auto", "shared_tokens", "text"] = setting(
+    draft_vocabulary: Literal["auto", "same", "shared_tokens", "text"] = setting(
         "auto",
-        "For draft models with another tokenizer: `shared_tokens` drafts among the tokens that both have (TLI), "
-        "`text` re-encodes what the draft writes (SLEM, universal assisted generation). `auto` takes the text where "
-        "few tokens are shared.",
+        "`same`: both tokenizers are the same, and not compared. Of different ones `shared_tokens` drafts among the "
+        "tokens that both have (TLI), and `text` re-encodes what the draft writes (SLEM, universal assisted "
+        "generation). `auto` compares them, and takes the text where few tokens are shared.",
     )
     draft_vocabulary_size: int | None = setting(
         None,
@@ -269,7 +265,6 @@ class DraftModelCandidateGenerator(NetworkGenerator):
     loaded_by: ClassVar[tuple[str, ...]] = (
         *_LOADING,
         "parallel_drafting",
-        "same_tokenizer",
         "draft_tokenizer",
         "draft_vocabulary",
     )
@@ -296,7 +291,7 @@ class DraftModelCandidateGenerator(NetworkGenerator):
                     draft_model(torch.zeros((1, 2), dtype=torch.long, device=draft_model.device))
             sources = SourceReader(draft_model, target_model)
             names = target_model.config.name_or_path, draft_model.config.name_or_path
-            is_same = config.options.same_tokenizer or (
+            is_same = config.options.draft_vocabulary == "same" or (
                 config.options.draft_tokenizer is None and is_one_tokenizer(*names)
             )
             if tokenizers is None and not is_same:

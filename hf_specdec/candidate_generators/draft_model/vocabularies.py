@@ -486,9 +486,9 @@ def match_vocabularies(
     if sizes[0] != sizes[1]:
         raise CheckpointFormatError(
             f"Target and draft model have vocabularies of {sizes[0]} and {sizes[1]} tokens, and no tokenizer was found"
-            " beside them to tell whether these are the same tokens, padded. If they are, pass speculative={'method': "
-            "'draft_model', 'same_tokenizer': True, ...}; else name the draft's tokenizer as `draft_tokenizer`, or "
-            "pass both to generate() as `tokenizer` and `assistant_tokenizer`."
+            " beside them to tell whether these are the same tokens, padded. If they are, set "
+            "draft_vocabulary='same'; else name the draft's tokenizer as `draft_tokenizer`, or pass both to "
+            "generate() as `tokenizer` and `assistant_tokenizer`."
         )
     logger.warning_once(
         "Target and draft model have vocabularies of the same size; their tokenizers could not be compared. If "

@@ -47,16 +47,11 @@ class GrammarOptions(Options):
     most_alternatives: int = setting(
         3,
         "Most alternatives at a place of the grammar, such as the values of an enum, that are drafted side by side; "
-        "where there are more, the draft ends. 1 drafts forced tokens alone.",
-        least=1,
+        "where there are more, the draft ends. 1 drafts no alternatives, and 0 forced tokens alone: else, where a "
+        "value of JSON may end or go on, such as within a string, its end and what that forces are drafted, too.",
+        least=0,
         most=_MAX_ALTERNATIVES,
         key="grammar_most_alternatives",
-        published=True,
-    )
-    guesses_ends: bool = setting(
-        True,
-        "Where a value of JSON may end or go on, such as within a string, draft its end and what that forces.",
-        key="grammar_guesses_ends",
         published=True,
     )
 
@@ -77,7 +72,7 @@ class GrammarCandidateGenerator(CandidateGenerator):
         self.state: RowState = RowState(misses=[])  # guesses of each row that were wrong, one after the other
         self._drafts: list[RowTree] = []
         self._guessed: list[bool] = []  # the rows whose last draft is a guess
-        self._most_alternatives = self.options.most_alternatives if session.supports_trees else 1
+        self._most_alternatives = max(self.options.most_alternatives, 1) if session.supports_trees else 1
 
     def prefill(self, prompt: Prompt) -> None:
         self.state.misses = [0] * len(prompt.starts)
@@ -92,7 +87,7 @@ class GrammarCandidateGenerator(CandidateGenerator):
             if draft.tokens:
                 self.state.misses[row] = 0
             is_open = matcher is not None and not draft.tokens and self.state.misses[row] < _MOST_MISSES
-            self._guessed.append(is_open and self.options.guesses_ends)
+            self._guessed.append(is_open and self.options.most_alternatives > 0)
             self._drafts.append(guessed_end(matcher, min(most, room)) if self._guessed[-1] else draft)
         if not any(matchers) and _MISSING not in self.session.notes:
             self.session.notes.append(_MISSING)

@@ -48,7 +48,7 @@ _MOST_SEQUENCES = 2**16
 
 # Options that say how a tree is grown, and their flat names.
 _GROWTH_OPTIONS = {
-    "top_k_tokens_per_head": "top_k_tokens_per_head",
+    "draft_tree_top_k": "draft_tree_top_k",
     "num_candidates": "mlp_speculator_num_candidates",
     "num_draft_nodes": "num_draft_nodes",
 }
@@ -58,9 +58,10 @@ _GROWTH_OPTIONS = {
 class MLPSpeculatorOptions(Options):
     """Options of `spec_method="mlp_speculator"`."""
 
-    top_k_tokens_per_head: tuple[int, ...] | None = setting(
+    draft_tree_top_k: tuple[int, ...] | None = setting(
         None,
-        "Continuations that each depth of a tree gives every node. Default: the checkpoint's.",
+        "Continuations that each depth of a tree gives every node. Default: `top_k_tokens_per_head` of the "
+        "checkpoint.",
         least=1,
         most=MOST_DRAFT_TOKENS,
         published=True,
@@ -112,7 +113,7 @@ class MLPSpeculatorCandidateGenerator(NetworkGenerator):
 
     @classmethod
     def default_length(cls, options: MLPSpeculatorOptions) -> int:
-        return len(options.top_k_tokens_per_head or ()) or cls.default_num_speculative_tokens
+        return len(options.draft_tree_top_k or ()) or cls.default_num_speculative_tokens
 
     def shape(self) -> TokenTree | DynamicTree:
         network: MLPSpeculator = self.network
@@ -178,16 +179,16 @@ def _plan(
 
 def _growth_plan(config: SpeculativeConfig, network: MLPSpeculator, device: torch.device) -> TokenTree | DynamicTree:
     options, sizes = config.options, network.config
-    widths = options.top_k_tokens_per_head or sizes.top_k_tokens_per_head
+    widths = options.draft_tree_top_k or sizes.top_k_tokens_per_head
     if len(widths) > sizes.n_predict:
         raise SpecConfigError(
-            f"`top_k_tokens_per_head`={list(widths)} has {len(widths)} entries, and the checkpoint has "
+            f"`draft_tree_top_k`={list(widths)} has {len(widths)} entries, and the checkpoint has "
             f"{sizes.n_predict} stages, one for each. Use at most {sizes.n_predict}."
         )
     depth = config.fixed_length or len(widths)
     if depth > len(widths):
         raise SpecConfigError(
-            f"`num_speculative_tokens`={depth} needs as many entries of `top_k_tokens_per_head`, got {len(widths)}."
+            f"`num_speculative_tokens`={depth} needs as many entries of `draft_tree_top_k`, got {len(widths)}."
         )
     num_nodes = options.num_draft_nodes or _NUM_NODES.get(device.type, _NUM_NODES_ELSEWHERE)
     widths = tuple(min(width, network.num_tokens) for width in widths[:depth])
@@ -198,7 +199,7 @@ def _growth_plan(config: SpeculativeConfig, network: MLPSpeculator, device: torc
         return grown_tree(widths, num_nodes)
     if num_sequences > _MOST_SEQUENCES:
         raise SpecConfigError(
-            f"`top_k_tokens_per_head`={list(widths)} gives {num_sequences} sequences to choose "
+            f"`draft_tree_top_k`={list(widths)} gives {num_sequences} sequences to choose "
             f"`mlp_speculator_num_candidates`={options.num_candidates} from. Make them at most {_MOST_SEQUENCES}, or "
             "use `num_draft_nodes`."
         )

@@ -297,7 +297,7 @@ def _columns(values: torch.Tensor, first: RowNumbers, width: int) -> torch.Tenso
 class MtpOptions(ExtrapolationOptions):
     """Options of `spec_method="mtp"`."""
 
-    draft_min_path_prob: float = setting(
+    draft_confidence_threshold: float = setting(
         0.0,
         "A row's draft is not continued after nodes whose probability, along the whole path, is at most "
         "this. 0 always drafts the full depth.",

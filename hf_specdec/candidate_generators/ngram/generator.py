@@ -29,8 +29,8 @@ _DRAFT_TOKENS_PER_MATCHED = 2
 _DEFAULT_MATCHES = 4
 _MAX_MATCHES = 64
 
-_MIN_INDEXED_TOKENS = 64
-_MAX_INDEXED_TOKENS = 2_000_000
+# Tokens of a row that are searched, of 4 to 8 bytes each; a longer row forgets its oldest quarter.
+_MAX_INDEXED_TOKENS = 2**20
 
 
 @dataclass(frozen=True)
@@ -72,13 +72,6 @@ class NgramOptions(Options):
         most=_MAX_MATCHES,
         key="prompt_lookup_num_matches",
         published=True,
-    )
-    max_indexed_tokens: int = setting(
-        2**20,
-        "Tokens of a row that are searched, 4 to 8 bytes each. A longer row forgets its oldest quarter.",
-        least=_MIN_INDEXED_TOKENS,
-        most=_MAX_INDEXED_TOKENS,
-        key="prompt_lookup_max_indexed_tokens",
     )
 
     def __post_init__(self) -> None:
@@ -167,8 +160,7 @@ class NgramCandidateGenerator(CandidateGenerator):
             memory = self.state.on_device.memory
             graphs = graphs_for(memory, {"enforce_eager=True": self.config.enforce_eager})
             self._runner = Runner.of(graphs, memory.place.device, self.session)
-        most = self.options.max_indexed_tokens
-        self.state.texts = [RowText(tokens, most) for tokens in prompt.texts]
+        self.state.texts = [RowText(tokens, _MAX_INDEXED_TOKENS) for tokens in prompt.texts]
 
     def propose(self, step: DraftStep) -> DraftTree:
         longest, rooms = self.shared_length(len(step.rows)), self.draft_depths(step)
@@ -201,7 +193,7 @@ class NgramCandidateGenerator(CandidateGenerator):
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
         longest, texts, width = self.shared_length(len(commit.rows)), self.state.on_device, commit.tokens.shape[1]
         tokens = [text.tokens for text in self.state.texts]
-        if max(map(len, tokens)) + width > self.options.max_indexed_tokens:
+        if max(map(len, tokens)) + width > _MAX_INDEXED_TOKENS:
             # The row will forget its beginning, and places are others then.
             return None
         texts.write(commit.rows, tokens, width)

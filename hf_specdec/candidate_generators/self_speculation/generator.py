@@ -26,6 +26,7 @@ from ...errors import SpecConfigError
 from ...protocol import DeviceCommit, Session
 from ...settings import SpeculativeConfig
 from ...settings.checks import Options, draft_sample_method_field, setting
+from ...settings.spellings import SPARSE_KV_WINDOW
 from ...target.graphs import CallGraphs
 from ...target.model import SlotModel
 from ...target_facts import decoder_layers
@@ -50,9 +51,20 @@ class EarlyExitOptions(Options):
 class SparseKVOptions(Options):
     """Options of `spec_method="sparse_kv"`."""
 
-    sparse_kv_window: int = setting(512, "Last tokens of a text that drafts see.", least=1)
-    sparse_kv_sinks: int = setting(4, "First tokens of a text that drafts see beside them.", least=0)
+    sparse_kv_window: tuple[int, int] = setting(
+        SPARSE_KV_WINDOW,
+        "How many first and how many last tokens of a text drafts see; a number alone is that of the last ones.",
+        least=0,
+    )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.sparse_kv_window) != 2 or self.sparse_kv_window[1] < 1:
+            raise SpecConfigError(
+                f"`sparse_kv_window` must be how many first tokens and how many last ones, of these at least 1, got "
+                f"{list(self.sparse_kv_window)}."
+            )
 
 
 class SelfSpeculation(OverTargetGenerator):
@@ -140,4 +152,4 @@ class SparseKVCandidateGenerator(SelfSpeculation):
 
     @staticmethod
     def own_part(options: SparseKVOptions, num_layers: int) -> tuple[int | None, ...]:
-        return (None, options.sparse_kv_sinks, options.sparse_kv_window)
+        return (None, *options.sparse_kv_window)

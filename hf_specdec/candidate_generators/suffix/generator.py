@@ -30,6 +30,7 @@ from ...errors import CheckpointFormatError, MissingDependencyError, SpecConfigE
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
 from ...settings import SpeculativeConfig
 from ...settings.checks import Bounds, Options, checked, setting
+from ...settings.spellings import CACHED_TOKENS_PER_REQUEST
 from ...threads import Lock
 from ..base import CandidateGenerator
 from ..row_trees import depth_sums, shallow
@@ -75,7 +76,8 @@ class SuffixOptions(Options):
     )
     max_cached_requests: int = setting(
         10_000,
-        "Past responses in the global tree; the oldest leave first. 0: no global tree.",
+        f"Past responses in the global tree, and {CACHED_TOKENS_PER_REQUEST} times as many of their tokens, of about "
+        "320 bytes each; the oldest leave first. 0: no global tree.",
         least=0,
         most=_MOST_CACHED,
         key="suffix_decoding_max_cached_requests",
@@ -101,13 +103,6 @@ class SuffixOptions(Options):
         "Draft a tree of the likeliest continuations, of as many tokens as the chain may have.",
         key="suffix_decoding_use_tree_spec",
         published=True,
-    )
-    max_cached_tokens: int = setting(
-        2_000_000,
-        "Tokens of past responses in the global tree, about 320 bytes each. 0: no global tree.",
-        least=0,
-        most=_MOST_CACHED,
-        key="suffix_decoding_max_cached_tokens",
     )
 
 
@@ -285,7 +280,6 @@ class SuffixCandidateGenerator(CandidateGenerator):
     loaded_by: ClassVar[tuple[str, ...]] = (
         "suffix_decoding_max_tree_depth",
         "suffix_decoding_max_cached_requests",
-        "suffix_decoding_max_cached_tokens",
     )
 
     @classmethod
@@ -301,11 +295,9 @@ class SuffixCandidateGenerator(CandidateGenerator):
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SuffixCache:
         """An empty cache, to be kept between calls: without past responses only the request itself is searched."""
-        options = config.options
-        vocab_size = target_model.config.get_text_config(decoder=True).vocab_size
-        return SuffixCache(
-            options.max_tree_depth, options.max_cached_requests, options.max_cached_tokens, vocab_size=vocab_size
-        )
+        options, vocab_size = config.options, target_model.config.get_text_config(decoder=True).vocab_size
+        most_tokens = min(options.max_cached_requests * CACHED_TOKENS_PER_REQUEST, _MOST_CACHED)
+        return SuffixCache(options.max_tree_depth, options.max_cached_requests, most_tokens, vocab_size=vocab_size)
 
     @classmethod
     def age_texts(cls, resources: SuffixCache, most_age: int) -> int:

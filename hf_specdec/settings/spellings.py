@@ -1,0 +1,115 @@
+"""Settings that are written otherwise elsewhere, or were once: the one place that knows such names.
+
+[`respelled`] brings those that are accepted into today's form; `OTHER_NAMES` are refused with the name used here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from transformers.utils import logging
+
+from ..errors import SpecConfigError, shown
+from .checks import is_int
+from .values import lengths_by_batch_size
+
+
+logger = logging.get_logger(__name__)
+
+# Names that other engines, older versions of them, and transformers have for a setting.
+_NAMES_ELSEWHERE = {
+    "method": "speculative_method speculative_algorithm speculative_decoding_mode decoding_type spec_method spec_type",
+    "model": "speculative_model speculative_draft_model_path speculative_model_dir draft_model_path draft_model "
+    "assistant_model spec_model",
+    "num_speculative_tokens": "speculative_num_steps num_speculative_steps speculative_tokens max_draft_len draft_max "
+    "num_assistant_tokens prompt_lookup_num_tokens max_verification_set_size",
+    "num_speculative_tokens_per_batch_size": "speculative_disable_by_batch_size",
+    "speculative_token_tree": "medusa_choices eagle_choices",
+    "quantization": "speculative_model_quantization speculative_draft_model_quantization",
+    "max_model_len": "speculative_max_model_len",
+    "revision": "speculative_model_revision speculative_draft_model_revision",
+    "rejection_sample_method": "spec_decoding_acceptance_method acceptance_method",
+    "rejection_sample_options": "typical_acceptance_sampler_posterior_threshold "
+    "typical_acceptance_sampler_posterior_alpha",
+    "prompt_lookup_max": "ngram_prompt_lookup_max speculative_ngram_max_match_window_size max_matching_ngram_size",
+    "prompt_lookup_min": "ngram_prompt_lookup_min speculative_ngram_min_match_window_size",
+    "draft_confidence_threshold": "assistant_confidence_threshold",
+    "token": "use_auth_token hf_token",
+}
+OTHER_NAMES = {other: name for name, others in _NAMES_ELSEWHERE.items() for other in others.split()}
+
+# Accepted, and why they change nothing. The first two are vLLM's.
+_WITHOUT_EFFECT = {
+    "disable_padded_drafter_batch": "rows are not padded to each other here",
+    "draft_tensor_parallel_size": "a draft model lies in as many processes as it was loaded into",
+    "prompt_lookup_max_indexed_tokens": "the last million tokens of each row are searched",
+}
+
+TYPICAL_ACCEPTANCE = (0.09, 0.3)
+SPARSE_KV_WINDOW = (4, 512)
+# Of a past response that `suffix` keeps, on average at most.
+CACHED_TOKENS_PER_REQUEST = 200
+
+
+def _lengths_up_to(most_rows: Any, flat: dict[str, Any]) -> Any:
+    """Lengths by the number of rows, as they are given, and 0 above so many rows."""
+    given = lengths_by_batch_size(flat.pop("num_speculative_tokens_per_batch_size", None)) or ()
+    return [*((first, length) for first, length in given if first <= most_rows), (most_rows + 1, 0)]
+
+
+def _fewer_requests(num_tokens: Any, flat: dict[str, Any]) -> Any:
+    most = num_tokens // CACHED_TOKENS_PER_REQUEST
+    return min(flat.pop("suffix_decoding_max_cached_requests", most), most)
+
+
+def _window(window: Any, flat: dict[str, Any]) -> Any:
+    return (flat.pop("sparse_kv_sinks", SPARSE_KV_WINDOW[0]), window) if is_int(window) else window
+
+
+def _alternatives(guesses_ends: Any, flat: dict[str, Any]) -> Any:
+    given = flat.pop("grammar_most_alternatives", None)
+    return given if guesses_ends else 0
+
+
+# Today's name of each, and its value by the given one; what else stands in the same setting is taken out of the flat
+# settings. vLLM's are among them.
+_REPLACED: dict[str, tuple[str, Callable[[Any, dict[str, Any]], Any]]] = {
+    "disable_by_batch_size": ("num_speculative_tokens_per_batch_size", _lengths_up_to),
+    "draft_min_path_prob": ("draft_confidence_threshold", lambda value, flat: value),
+    "grammar_guesses_ends": ("grammar_most_alternatives", _alternatives),
+    "posterior_threshold": (
+        "rejection_sample_options",
+        lambda value, flat: (value, flat.pop("posterior_alpha", TYPICAL_ACCEPTANCE[1])),
+    ),
+    "posterior_alpha": ("rejection_sample_options", lambda value, flat: (TYPICAL_ACCEPTANCE[0], value)),
+    "same_tokenizer": ("draft_vocabulary", lambda value, flat: "same" if value else None),
+    "sparse_kv_window": ("sparse_kv_window", _window),
+    "sparse_kv_sinks": ("sparse_kv_window", lambda value, flat: (value, SPARSE_KV_WINDOW[1])),
+    "suffix_decoding_max_cached_tokens": ("suffix_decoding_max_cached_requests", _fewer_requests),
+    "synthetic_acceptance_length": ("rejection_sample_options", lambda value, flat: value),
+    "synthetic_acceptance_rates": ("rejection_sample_options", lambda value, flat: value),
+    "top_k_tokens_per_head": ("draft_tree_top_k", lambda value, flat: value),
+}
+
+
+def respelled(flat: dict[str, Any]) -> dict[str, Any]:
+    """Flat settings by today's names; what is `None` was not given."""
+    flat = dict(flat)
+    for name, why in _WITHOUT_EFFECT.items():
+        if flat.pop(name, None):
+            logger.warning_once(f"`{name}` changes nothing: {why}.")
+    replaced: dict[str, str] = {}
+    for name, (today, value_of) in _REPLACED.items():
+        given = flat.pop(name, None)
+        try:
+            value = None if given is None else value_of(given, flat)
+        except TypeError:
+            raise SpecConfigError(f"`{name}` must be a number, got {shown(given)}.") from None
+        if value is None:
+            continue
+        if flat.get(today) is not None:
+            raise SpecConfigError(f"`{replaced.get(today, today)}` and `{name}` are one setting. Keep one.")
+        flat[today] = value
+        replaced[today] = name
+    return flat

@@ -59,10 +59,7 @@ def with_objects(
 
 
 def objects_on(config: Any) -> dict[str, Any]:
-    """The speculative arguments that are objects on a generation config.
-
-    Only the program that runs can have set these. What is written there may come from a file or a client.
-    """
+    """The speculative arguments that are objects on a generation config: only the running program can set these."""
     values = {name: getattr(config, name, None) for name in ARGUMENTS}
     return {name: value for name, value in values.items() if not isinstance(value, _WRITTEN)}
 

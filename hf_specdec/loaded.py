@@ -70,11 +70,7 @@ class TargetRecord:
         files: RepoFiles | None = None,
         draft_model: torch.nn.Module | None = None,
     ) -> Loaded:
-        """Returns what is loaded under a key, and loads it if nothing is yet or its files have changed.
-
-        Threads that need the same wait for the one that loads it; other keys are loaded meanwhile. The draft model
-        that was passed is no part of the key, so that of an evaluation loop only the last checkpoint stays.
-        """
+        """What is loaded under a key; loads it, once, if nothing is yet, or its files or draft model have changed."""
         with self.lock:
             loading = self._loading.setdefault(key, Lock())
         with loading:

@@ -125,10 +125,7 @@ def _load(
 
 
 def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Speculator:
-    """The best drafter that is found for the target and that loads; a target is searched for once.
-
-    A method other than "auto" restricts the search to its drafters.
-    """
+    """The best drafter, maybe of one method, that is found for a target and that loads; it is searched for once."""
     config.check_can_be_found()
     access = Access.of(config)
     drafting = None if config.method == AUTO else parts_of(config.method)[-1]

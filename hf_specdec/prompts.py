@@ -24,10 +24,7 @@ _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant"}
 
 
 def json_records(content: str, path: Path, example: str) -> list[tuple[str, Any]]:
-    """The values of a file's text, each with its place: one a line, or in a `.json` file those of one list.
-
-    `example` is what an error tells to write.
-    """
+    """The values of a file's text, each with its place: one a line, or in a `.json` file those of one list."""
     if path.suffix == ".json" and content.lstrip().startswith("["):
         values = _parsed(content, f"'{path}'", example)
         return [(f"Entry {number} of '{path}'", value) for number, value in enumerate(values, start=1)]

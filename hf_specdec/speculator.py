@@ -198,10 +198,7 @@ class Speculator:
 
 
 class GivenCandidateGenerator:
-    """Stands for a speculator in a call that was given a candidate generator.
-
-    One of this package drafts for any call, one that only knows transformers' own protocol for batch size 1.
-    """
+    """Stands for a speculator in a call that was given a candidate generator, of this package or transformers."""
 
     origin: ClassVar[dict[str, str | None]] = {}
 
@@ -230,10 +227,7 @@ class GivenCandidateGenerator:
 def _longest_drafts(
     config: SpeculativeConfig, generator_class: type[CandidateGenerator], is_adaptive: bool
 ) -> SpeculativeConfig:
-    """The settings with the largest length that is drafted in a cycle.
-
-    They have no limit but that of the method where a controller chooses the lengths below.
-    """
+    """The settings with the largest length that is drafted in a cycle; under a controller the method's own most."""
     schedule = config.num_speculative_tokens_per_batch_size
     if not is_adaptive:
         lengths = [k for _, k in schedule or ((1, None),)]

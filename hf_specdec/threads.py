@@ -164,10 +164,7 @@ def _put(owner: Any, name: str, value: Any) -> None:
 
 
 class OwnForwards(StandIns):
-    """Forwards in the places of modules' own; one that a module has of the user's stays.
-
-    `name` is the method, if it is another one than the forward; or where another forward keeps the class's.
-    """
+    """Forwards in the places of modules' own, or of a method of this `name`; one of the user's stays."""
 
     def __init__(self, pairs: Iterable[tuple[Any, Callable[..., Any]]], name: str = "forward"):
         places = [(module, name, forward) for module, forward in pairs]

@@ -112,10 +112,7 @@ def warm_up(
 
 
 def _prompts(model: torch.nn.Module, rows: int, length: int) -> torch.LongTensor:
-    """Tokens `(B, P)`, a piece of text and the same again, in which n-grams are found.
-
-    Placeholders of images and the like are at the beginning or end of a vocabulary.
-    """
+    """Tokens `(B, P)` from the middle of the vocabulary, twice the same, in which n-grams are found."""
     size = vocabulary_size(model)
     generator = torch.Generator().manual_seed(0)
     shape = rows, -(-length // 2)

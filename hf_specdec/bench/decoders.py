@@ -34,23 +34,14 @@ _PROMPT_LOOKUP_TOKENS = 10
 
 @dataclass
 class Decoder:
-    """One way of decoding.
+    """One way of decoding."""
 
-    Attributes:
-        name (`str`): Of its row in the results.
-        arguments (`dict`): Of `generate()`, beside those that all ways share.
-        settings (`dict`): Its settings, as plain JSON types.
-        speculator (`Speculator`, *optional*): Of the methods of this package.
-        network (`torch.nn.Module`, *optional*): The draft network.
-        max_batch_size (`int`, *optional*): Most rows that it takes.
-    """
-
-    name: str
-    arguments: dict[str, Any]
-    settings: dict[str, Any] = field(default_factory=dict)
-    speculator: Speculator | None = None
-    network: torch.nn.Module | None = None
-    max_batch_size: int | None = None
+    name: str  # of its row in the results
+    arguments: dict[str, Any]  # of `generate()`, beside those that all ways share
+    settings: dict[str, Any] = field(default_factory=dict)  # as plain JSON types
+    speculator: Speculator | None = None  # of the methods of this package
+    network: torch.nn.Module | None = None  # the draft network
+    max_batch_size: int | None = None  # most rows that it takes
 
     @property
     def counterpart(self) -> str | None:
@@ -79,30 +70,14 @@ def plain_decoder() -> Decoder:
 
 
 def with_baselines(model: PreTrainedModel, decoders: Sequence[Decoder], stock: bool = False) -> list[Decoder]:
-    """The ways to compare: plain generation, the loop without drafts, transformers' own ways if asked for, and these.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        decoders (`Sequence[Decoder]`): Methods, from [`load_decoders`].
-        stock (`bool`): Also [`stock_decoders`].
-    """
+    """These ways after plain generation, the loop without drafts, and if asked for transformers' own."""
     (undrafted,) = load_decoders(model, [NO_DRAFTS])
     others = [decoder for decoder in decoders if decoder.settings != undrafted.settings]
     return [plain_decoder(), undrafted, *(stock_decoders(others) if stock else []), *others]
 
 
 def load_decoders(model: PreTrainedModel, specs: Sequence[Any], *, names: Sequence[str | None] = ()) -> list[Decoder]:
-    """Loads the methods, all before the first forward, under distinct names.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        specs (`Sequence[Any]`): What `load_speculator` takes, such as flat settings.
-        names (`Sequence[str]`, *optional*): Names of the rows; without one the method's.
-
-    Raises:
-        SpecConfigError: Settings are wrong, or do not fit the target.
-        MissingDependencyError: An optional package is missing.
-    """
+    """Loads the methods, all before the first forward, under distinct names: those that are given, or the methods'."""
     loaded = [load_speculator(model, spec) for spec in specs]
     titles = [title or speculator.method for title, speculator in zip_longest(names, loaded)]
     return [
@@ -118,10 +93,7 @@ def load_decoders(model: PreTrainedModel, specs: Sequence[Any], *, names: Sequen
 
 
 def stock_decoders(decoders: Sequence[Decoder]) -> list[Decoder]:
-    """Lists transformers' own ways: a static cache, prompt lookup, and counterparts of the methods with the same k.
-
-    Those that draft take one row. Some cannot run, which shows in the warm-up.
-    """
+    """Transformers' own ways: a static cache, prompt lookup, and counterparts of the methods with the same k."""
     lengths = [decoder.speculator.config.fixed_length for decoder in decoders if decoder.counterpart == _LOOKUP]
     count = next((length for length in lengths if length is not None), _PROMPT_LOOKUP_TOKENS)
     static = replace(_stock("static", {"cache_implementation": "static"}), max_batch_size=None)

@@ -30,26 +30,16 @@ _REFUSALS = (ArithmeticError, AttributeError, ImportError, LookupError, OSError,
 
 @dataclass
 class Call:
-    """One timed `generate()` call.
+    """One timed `generate()` call."""
 
-    Attributes:
-        tokens (`list[list[int]]`): Generated tokens of each row, its end-of-sequence token included.
-        seconds (`float`): Wall-clock time.
-        stats (`SpecDecodingStats`, *optional*): Of a speculative call.
-        first_token_seconds (`float`): Until the first token of every row was delivered.
-        cycle_seconds (`list[float]`): Of each cycle after the first token: draft and verification, or for the others
-            the time between two deliveries, which for plain generation is a token.
-        mean_acceptance_length (`float`): Tokens of a row per cycle, after the first token.
-        memory_bytes (`int`, *optional*): Peak GPU memory of the call beyond what was in use before. `None` on a CPU.
-    """
-
-    tokens: list[list[int]]
-    seconds: float
-    stats: SpecDecodingStats | None = None
-    first_token_seconds: float = 0.0
+    tokens: list[list[int]]  # generated ones of each row, with the end-of-sequence token
+    seconds: float  # wall-clock time
+    stats: SpecDecodingStats | None = None  # of a speculative call
+    first_token_seconds: float = 0.0  # until the first token of every row was delivered
+    # After the first token; without drafts the time between two deliveries.
     cycle_seconds: list[float] = field(default_factory=list)
-    mean_acceptance_length: float = 1.0
-    memory_bytes: int | None = None
+    mean_acceptance_length: float = 1.0  # tokens of a row per cycle, after the first token
+    memory_bytes: int | None = None  # peak on a GPU beyond what was in use before
 
     @property
     def num_tokens(self) -> int:
@@ -62,19 +52,13 @@ Round = dict[str, list[Call]]
 
 @dataclass
 class Measurement:
-    """Calls that were timed.
+    """Calls that were timed."""
 
-    Attributes:
-        batches (`dict[int, list[Batch]]`): By batch size.
-        rounds (`list[dict[int, Round]]`): Complete rounds, by batch size.
-        refused (`dict[int, dict[str, str]]`): By batch size the reason of each way of decoding that cannot run.
-        interrupted (`bool`): The user has ended it before the last round.
-    """
-
-    batches: dict[int, list[Batch]]
-    rounds: list[dict[int, Round]] = field(default_factory=list)
+    batches: dict[int, list[Batch]]  # by batch size
+    rounds: list[dict[int, Round]] = field(default_factory=list)  # complete ones, by batch size
+    # By batch size the reason of each way that cannot run.
     refused: dict[int, dict[str, str]] = field(default_factory=dict)
-    interrupted: bool = False
+    interrupted: bool = False  # the user has ended it before the last round
 
 
 # Begins a step of so many `generate()` calls, and returns what is to be called after each of them.
@@ -100,23 +84,7 @@ def measure(
     max_seconds: float | None = None,
     begin: Begin = silently,
 ) -> Measurement:
-    """Warms up, then times up to `rounds` rounds; after the first, none that is likely to end beyond `max_seconds`.
-
-    An interrupt ends the measurement, and is passed on only if no round is complete.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        decoders (`Sequence[Decoder]`): The ways of decoding.
-        batches (`dict[int, list[Batch]]`): By batch size.
-        rounds (`int`): Rounds, at least 1.
-        arguments (`Mapping`): Arguments of `generate()` that all ways share, such as `do_sample`.
-        seed (`int`): Of the first round's sampling; the others have the next ones.
-        max_seconds (`float`, *optional*): Limit of the rounds in seconds.
-        begin (`Begin`): Shows progress.
-
-    Raises:
-        SpecConfigError: Plain generation fails.
-    """
+    """Warms up, then times up to `rounds` rounds; after the first, none that is likely to end beyond `max_seconds`."""
     refused = warm_up(model, decoders, batches, arguments, begin("Warming up", len(batches) * len(decoders)))
     found = Measurement(batches, refused=refused)
     num_calls = sum(len(batches[size]) * (len(decoders) - len(why)) for size, why in refused.items())
@@ -142,14 +110,7 @@ def warm_up(
     arguments: Mapping[str, Any],
     on_step: Callable[[], None],
 ) -> dict[int, dict[str, str]]:
-    """Lets every way of decoding generate the first batch of every size.
-
-    Returns:
-        For each batch size, the ways that cannot run, with the reason.
-
-    Raises:
-        SpecConfigError: Plain generation cannot.
-    """
+    """Lets every way generate the first batch of every size; returns those that cannot run, with the reason."""
     refused: dict[int, dict[str, str]] = {size: {} for size in batches}
     for size, group in batches.items():
         for decoder in decoders:
@@ -229,14 +190,7 @@ class DeliveryClock(BaseStreamer):
 
 
 def time_call(model: PreTrainedModel, batch: Batch, arguments: Mapping[str, Any], seed: int = 0) -> Call:
-    """Times one call.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        batch (`Batch`): The prompts.
-        arguments (`Mapping`): Arguments of `generate()`.
-        seed (`int`): Of the sampling.
-    """
+    """Times one call."""
     clock = DeliveryClock()
     torch.manual_seed(seed)
     before = _reset_memory(model)
@@ -260,11 +214,7 @@ def time_call(model: PreTrainedModel, batch: Batch, arguments: Mapping[str, Any]
 
 
 def greedy_texts(model: PreTrainedModel, batch: Batch, **arguments: Any) -> list[list[int]]:
-    """Generates a batch without timing it; greedily, unless the arguments of `generate()` say otherwise.
-
-    Returns:
-        `list[list[int]]`: Generated tokens of each row, its end-of-sequence token included.
-    """
+    """Generated tokens of each row of a batch; greedily, unless the arguments of `generate()` say otherwise."""
     arguments = {"do_sample": False, "max_new_tokens": batch.max_new_tokens, **arguments}
     return _new_tokens(model, batch, generate(model, **batch.inputs, **arguments))
 

@@ -47,18 +47,11 @@ _KIND_KEYS = ("category", "kind", "task")
 
 @dataclass(frozen=True)
 class Batch:
-    """Prompts that are generated from together.
+    """Prompts that are generated from together."""
 
-    Attributes:
-        names (`tuple[str, ...]`): Names of the B prompts.
-        kind (`str`): Kind of text they ask for; results are also given by kind.
-        inputs (`dict`): `input_ids` and `attention_mask` of shape `(B, P)`, padded on the left.
-        max_new_tokens (`int`): How many tokens to generate.
-    """
-
-    names: tuple[str, ...]
-    kind: str
-    inputs: dict[str, torch.Tensor]
+    names: tuple[str, ...]  # of the B prompts
+    kind: str  # of text they ask for; results are also given by kind
+    inputs: dict[str, torch.Tensor]  # `input_ids` and `attention_mask` `(B, P)`, padded on the left
     max_new_tokens: int
 
 
@@ -102,13 +95,7 @@ def first_of_kinds(prompts: Sequence[Prompt], max_new_tokens: int, per_kind: int
 
 
 def as_chat(prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, **options: Any) -> list[Prompt]:
-    """The prompts as the user's message in the chat template, to be tokenised without special tokens.
-
-    Args:
-        prompts (`Sequence[Prompt]`): The prompts.
-        tokenizer (`PreTrainedTokenizerBase`): Has the template.
-        options: What the template takes, such as `enable_thinking`.
-    """
+    """The prompts as the user's message in the chat template, to be tokenised without special tokens."""
 
     def in_template(text: str) -> str:
         message = [{"role": "user", "content": text}]
@@ -127,17 +114,7 @@ def make_batches(
     fill: bool = False,
     add_special_tokens: bool = True,
 ) -> list[Batch]:
-    """Tokenises prompts in batches of the same kind and length of answer, in the order of the prompts.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`): The model's, with a padding token and padding on the left.
-        prompts (`Iterable[Prompt]`): The prompts.
-        batch_size (`int`): Rows of a batch; the last ones of a kind may be smaller, unless they are filled.
-        max_new_tokens (`int`, *optional*): Upper limit in tokens.
-        device (`torch.device` or `str`): The model's.
-        fill (`bool`): Fill the last batch of a kind with the kind's first prompts once more.
-        add_special_tokens (`bool`): Those of the tokenizer; a chat template has written its own.
-    """
+    """Tokenises prompts in batches of one kind and length of answer; `fill` repeats a kind's first in the last."""
     groups: dict[tuple[str, int], list[Prompt]] = {}
     for prompt in prompts:
         groups.setdefault((prompt.kind, prompt.max_new_tokens), []).append(prompt)
@@ -163,11 +140,7 @@ def make_batches(
 
 
 def spec_bench_file() -> Path:
-    """Path of Spec-Bench's questions (Xia et al., arXiv 2401.07851), which are downloaded on first use.
-
-    Raises:
-        SpecConfigError: They are not there and cannot be downloaded.
-    """
+    """Path of Spec-Bench's questions (Xia et al., arXiv 2401.07851), which are downloaded on first use."""
     from huggingface_hub import constants
 
     path = home_folder() / "spec_bench" / "question.jsonl"

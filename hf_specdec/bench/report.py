@@ -34,17 +34,7 @@ def make_report(
     sampling: Mapping[str, Any],
     seed: int = 0,
 ) -> dict[str, Any]:
-    """Describes a measurement as plain JSON types, and the machine in its present state.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        decoders (`Sequence[Decoder]`): The ways of decoding.
-        found (`Measurement`): At least one round.
-        missing (`Mapping`): The reason of each method that could not be loaded.
-        asked (`Mapping`): Settings of the command beside those of [`measure`].
-        sampling (`Mapping`): Arguments of `generate()`; greedy texts are to be those of plain generation.
-        seed (`int`): Of the first round's sampling.
-    """
+    """Describes a measurement as plain JSON types, with what was `asked` and is `missing`, and the machine."""
     refused = [(None, missing), *found.refused.items()]
     return {
         "rows": make_rows(model, decoders, found, greedy=not sampling["do_sample"]),
@@ -90,14 +80,7 @@ def described_machine(environment: Mapping[str, Any]) -> str:
 def make_rows(
     model: PreTrainedModel, decoders: Sequence[Decoder], found: Measurement, *, greedy: bool
 ) -> list[dict[str, Any]]:
-    """Makes a row for each batch size and each way of decoding that could run, plain generation first.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        decoders (`Sequence[Decoder]`): The ways of decoding.
-        found (`Measurement`): At least one round.
-        greedy (`bool`): Texts are to be those of plain generation.
-    """
+    """A row for each batch size and each way of decoding that could run, plain generation first."""
     rows = []
     for size, batches in found.batches.items():
         rounds = [one[size] for one in found.rounds]

@@ -27,16 +27,7 @@ def read_drafter(
     packaged: Mapping[str, Mapping[str, Any]] | None = None,
     offline: bool = False,
 ) -> dict[str, Any]:
-    """Reads a `--drafter` as settings that `load_speculator` takes.
-
-    Args:
-        text (`str`): `METHOD[:MODEL][,key=value...]`, or a folder or repository alone.
-        length (`str`, *optional*): That of `-k`.
-        pairs (`list[str]`, *optional*): Those of `--set`.
-        packaged (`Mapping`, *optional*): Settings of the drafters that come with a packaged model, by name: for such a
-            name, and for a method that is given no model.
-        offline (`bool`): Weights come from this machine only.
-    """
+    """A `--drafter`, `-k` and `--set` as settings of `load_speculator`; `packaged`: those of a model's own ones."""
     packaged = packaged or {}
     # A comma may stand in a value.
     name, *own_pairs = [text] if os.path.exists(text) else re.split(r",(?=\s*\w+\s*=)", text)

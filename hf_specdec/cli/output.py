@@ -26,10 +26,7 @@ EXIT_BROKEN_PIPE = 141  # 128 + SIGPIPE
 
 
 class Commands(TyperGroup):
-    """Commands whose errors, those of the package and about paths, are one line; `--debug` shows the traceback.
-
-    An interrupt and a closed pipe end a command quietly.
-    """
+    """Commands whose errors are one line (`--debug`: the traceback), and which an interrupt ends quietly."""
 
     def invoke(self, ctx: typer.Context) -> Any:
         try:

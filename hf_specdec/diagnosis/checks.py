@@ -30,19 +30,12 @@ Status = Literal["ok", "warning", "error"]
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one check.
+    """The result of one check."""
 
-    Attributes:
-        check (`str`): What was looked at: "fit", "dtype", "vocabulary", "chat template", "acceptance" or "machine".
-        status (`str`): "ok", "warning" or "error".
-        found (`str`): What was found, in sentences.
-        remedy (`str`): What to do; empty where there is nothing to do.
-    """
-
-    check: str
+    check: str  # "fit", "dtype", "vocabulary", "chat template", "acceptance" or "machine"
     status: Status
-    found: str
-    remedy: str = ""
+    found: str  # in sentences
+    remedy: str = ""  # what to do, if there is anything
 
 
 # ---------------------------------------------------------------------------------------------- what the files say

@@ -54,18 +54,12 @@ _MOST_MISSING = 0.1
 
 @dataclass
 class Diagnosis:
-    """Findings about a target and a drafter.
-
-    Attributes:
-        target, drafter (`str`): Their names.
-        findings (`list[Finding]`): In the order of the checks.
-        acceptance (`dict[str, Acceptance]`): As measured, by the form of the prompts: "raw" and, where the target has
-            a template, "chat" and "chat, no thinking"; "sampled" where its generation config samples.
-    """
+    """Findings about a target and a drafter."""
 
     target: str
     drafter: str
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)  # in the order of the checks
+    # By the form of prompts: "raw", "chat", "chat, no thinking", "sampled".
     acceptance: dict[str, Acceptance] = field(default_factory=dict)
 
     @property

@@ -30,19 +30,13 @@ _CLEAR = 0.1
 
 @dataclass
 class Acceptance:
-    """Acceptance of drafts at every token of a target's texts.
+    """Acceptance of drafts at every token of a target's texts."""
 
-    Attributes:
-        reached (`list[int]`): How often a token at each position of a draft is judged: those before it are accepted.
-        accepted (`list[int]`): How many of these are accepted.
-        tokens (`list[int]`): What the target wrote.
-        num_places (`int`): Tokens that a draft could begin with.
-    """
-
+    # How often a token at each position of a draft is judged: those before it are accepted.
     reached: list[int] = field(default_factory=list)
-    accepted: list[int] = field(default_factory=list)
-    tokens: list[int] = field(default_factory=list)
-    num_places: int = 0
+    accepted: list[int] = field(default_factory=list)  # how many of these are accepted
+    tokens: list[int] = field(default_factory=list)  # what the target wrote
+    num_places: int = 0  # tokens that a draft could begin with
 
     @property
     def num_drafts(self) -> int:
@@ -81,14 +75,7 @@ class Acceptance:
 def measure_acceptance(
     model: PreTrainedModel, speculator: Speculator, batches: Sequence[Batch], **sampling: Any
 ) -> Acceptance:
-    """Lets the target write and the drafter draft at every token.
-
-    Args:
-        model (`PreTrainedModel`): The target.
-        speculator (`Speculator`): Drafts; its best tokens, never drawn ones.
-        batches (`Sequence[Batch]`): Prompts.
-        sampling: Arguments of `generate()`; greedy without any.
-    """
+    """Lets the target write, and the drafter draft its best tokens at every one of them."""
     watching = _Watching.of(speculator)
     found = Acceptance()
     for batch in batches:
@@ -133,12 +120,7 @@ def _count_draft(found: Acceptance, tokens: list[int], parents: list[int], follo
 
 
 class _WatchedGenerator(CandidateGenerator):
-    """Keeps what a method drafts, and hands nothing of it on: the target writes token by token.
-
-    Args:
-        generator (`CandidateGenerator`): The method's.
-        drafts (`dict[int, Drafts]`): Where the drafts of each row are put.
-    """
+    """Keeps what a method drafts, and hands nothing of it on: the target writes token by token."""
 
     samples_drafts = False
 

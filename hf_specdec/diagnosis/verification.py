@@ -53,44 +53,27 @@ _ROOM = 1.2
 
 @dataclass(frozen=True)
 class Difference:
-    """First place where a text differs from that of plain generation.
-
-    Attributes:
-        prompt (`str`): Name of the prompt.
-        index (`int`): Of the generated token, from 0.
-        plain_token, speculative_token (`int`, *optional*): The two; `None` where that text has ended before.
-        plain_logit, speculative_logit (`float`, *optional*): Their logits in float32.
-        margin (`float`, *optional*): What the less likely of them lacks to the likeliest token.
-        tolerance (`float`, *optional*): The largest margin of a tie: 2 e.
-        verdict (`str`): "numerical tie" or "bug".
-    """
+    """First place where a text differs from that of plain generation."""
 
     prompt: str
-    index: int
-    plain_token: int | None
+    index: int  # of the generated token, from 0
+    plain_token: int | None  # `None` where that text has ended before
     speculative_token: int | None
-    plain_logit: float | None = None
+    plain_logit: float | None = None  # in float32
     speculative_logit: float | None = None
-    margin: float | None = None
-    tolerance: float | None = None
+    margin: float | None = None  # what the less likely of them lacks to the likeliest token
+    tolerance: float | None = None  # the largest margin of a tie: 2 e
     verdict: str = BUG
 
 
 @dataclass
 class Verification:
-    """The texts of one way of speculating beside those of plain generation.
-
-    Attributes:
-        method (`str`): Its name.
-        num_texts (`int`): Texts that were compared.
-        num_tokens (`int`): Tokens that plain generation wrote in them.
-        differences (`list[Difference]`): One for each text that differs.
-    """
+    """The texts of one way of speculating beside those of plain generation."""
 
     method: str
-    num_texts: int = 0
-    num_tokens: int = 0
-    differences: list[Difference] = field(default_factory=list)
+    num_texts: int = 0  # that were compared
+    num_tokens: int = 0  # that plain generation wrote in them
+    differences: list[Difference] = field(default_factory=list)  # one for each text that differs
 
     @property
     def bugs(self) -> list[Difference]:

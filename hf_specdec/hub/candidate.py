@@ -18,34 +18,19 @@ PLACES = ("target", "entry", "cache", "hub", "none")
 
 @dataclass(frozen=True)
 class Candidate:
-    """A drafter for a target.
+    """A drafter for a target."""
 
-    Attributes:
-        method (`str`, *optional*): Its method; `None` where that could not be read.
-        model (`str`, *optional*): Repo id or folder of its weights. `None`: none, or the target's own.
-        place (`str`): Where it was found, one of `PLACES`.
-        settings (`dict`): Further settings that come with it, such as its revision.
-        format (`str`, *optional*): Layout of its checkpoint.
-        num_bytes (`int`, *optional*): Size of its weights.
-        num_draft_tokens (`int`, *optional*): Tokens of a draft that it was made for, as far as it says.
-        downloads (`int`): From the Hub within a month; 0 where not known.
-        is_trusted (`bool`): The target's files name it, or it belongs to the target's owner or to one that the user
-            trusts.
-        problems (`tuple[str, ...]`): Why it is never chosen; empty where it can be.
-        left_out (`tuple[str, ...]`): Settings that came with it and are not for it to say.
-    """
-
-    method: str | None
-    model: str | None = None
-    place: str = "none"
-    settings: Mapping[str, Any] = field(default_factory=dict)
-    format: str | None = None
-    num_bytes: int | None = None
-    num_draft_tokens: int | None = None
-    downloads: int = 0
-    is_trusted: bool = False
-    problems: tuple[str, ...] = ()
-    left_out: tuple[str, ...] = ()
+    method: str | None  # `None` where it could not be read
+    model: str | None = None  # repo id or folder of its weights; `None`: none, or the target's own
+    place: str = "none"  # where it was found, one of `PLACES`
+    settings: Mapping[str, Any] = field(default_factory=dict)  # that come with it, such as its revision
+    format: str | None = None  # layout of its checkpoint
+    num_bytes: int | None = None  # of its weights
+    num_draft_tokens: int | None = None  # of a draft that it was made for, as far as it says
+    downloads: int = 0  # from the Hub within a month; 0 where not known
+    is_trusted: bool = False  # named by the target's files, or of the target's owner or one that the user trusts
+    problems: tuple[str, ...] = ()  # why it is never chosen; empty where it can be
+    left_out: tuple[str, ...] = ()  # settings that came with it and are not for it to say
 
     def __str__(self) -> str:
         return f"{self.method or 'unknown format'} '{one_line(self.model)}'" if self.model else str(self.method)

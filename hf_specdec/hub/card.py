@@ -178,11 +178,7 @@ def add_to_target_card(card: ModelCard, settings: Any) -> None:
 
 
 def repository_name(name: str | None, folder: Path) -> str:
-    """The repo id to write into the files of a folder: the one that was named, else the name of the folder.
-
-    Raises:
-        SpecConfigError: What was named is no repo id.
-    """
+    """The repo id to write into the files of a folder: the one that was named, else the name of the folder."""
     if name is None:
         name = folder.resolve().name
         return name if is_repo_id(name) else "user/drafter"
@@ -197,11 +193,7 @@ def is_public(name: str) -> bool:
 
 
 def load_card(folder: str | os.PathLike[str]) -> ModelCard | None:
-    """The card in a folder, `None` where there is none.
-
-    Raises:
-        SpecConfigError: Its metadata cannot be read.
-    """
+    """The card in a folder, `None` where there is none; metadata that cannot be read are a `SpecConfigError`."""
     path = os.path.join(folder, CARD_NAME)
     if not os.path.isfile(path):
         return None

@@ -31,33 +31,19 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Detection:
-    """Method, format and target of a checkpoint.
+    """Method, format and target of a checkpoint."""
 
-    Args:
-        method (`str`): What drafts with it.
-        format (`str`): Name of the [`Format`].
-        producer (`str`): Who publishes or writes that format.
-        target (`TargetNeeds`): The target it was made for.
-        num_draft_tokens (`int`, *optional*): Tokens of a draft that it was made for; `None`: it does not say, or any.
-        num_tensors (`int`, *optional*): In its weight files; `None` where these were not read.
-        num_bytes (`int`, *optional*): Of its weights.
-        weight_file (`str`, *optional*): The file that the weights are read from, or its index.
-        mtp_layers (`int`): Multi-token-prediction layers that lie beside the layers of a whole model.
-        problems (`tuple[str, ...]`): Why it cannot be used with any target; empty where it can.
-        reader (`CheckpointReader`, *optional*): What its loader reads it with; `None` where its tensors are not known.
-    """
-
-    method: str
-    format: str
-    producer: str
-    target: TargetNeeds = field(default_factory=TargetNeeds)
-    num_draft_tokens: int | None = None
-    num_tensors: int | None = None
-    num_bytes: int | None = None
-    weight_file: str | None = None
-    mtp_layers: int = 0
-    problems: tuple[str, ...] = ()
-    reader: CheckpointReader | None = field(default=None, repr=False, compare=False)
+    method: str  # what drafts with it
+    format: str  # name of the [`Format`]
+    producer: str  # who publishes or writes that format
+    target: TargetNeeds = field(default_factory=TargetNeeds)  # that it was made for
+    num_draft_tokens: int | None = None  # of a draft that it was made for; `None`: it does not say, or any
+    num_tensors: int | None = None  # in its weight files; `None` where these were not read
+    num_bytes: int | None = None  # of its weights
+    weight_file: str | None = None  # from which the weights are read, or its index
+    mtp_layers: int = 0  # beside the layers of a whole model
+    problems: tuple[str, ...] = ()  # why it cannot be used with any target
+    reader: CheckpointReader | None = field(default=None, repr=False, compare=False)  # of its loader
 
     @property
     def is_pickled(self) -> bool:
@@ -79,17 +65,7 @@ def known_formats() -> tuple[Format, ...]:
 
 
 def detect(files: RepoFiles, *, reads_pickles: bool = True) -> Detection:
-    """Detects what the checkpoint with these files is.
-
-    Args:
-        files (`RepoFiles`): Its files.
-        reads_pickles (`bool`): Pickled weights are downloaded and unpickled to see their tensors; otherwise its config
-            alone tells what it is.
-
-    Raises:
-        CheckpointAccessError: It cannot be reached.
-        CheckpointFormatError: There is no readable `config.json`, it has no known format, or is ambiguous.
-    """
+    """What the checkpoint with these files is; of pickled weights, without `reads_pickles`, by its config."""
     with checkpoint_errors(files.name):
         return _detected(files, reads_pickles)
 
@@ -146,12 +122,7 @@ def detect_checkpoint(name: str | os.PathLike[str], **location: Any) -> Detectio
 
 
 def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
-    """Detects the method of the checkpoint `config.model`.
-
-    Raises:
-        CheckpointAccessError: It cannot be reached.
-        CheckpointFormatError: There is no readable `config.json`, or it has no known format.
-    """
+    """The method of the checkpoint `config.model`."""
     files = RepoFiles.of(config)
     # What else is wrong with it is for its loader to say.
     with checkpoint_errors(files.name):
@@ -159,10 +130,7 @@ def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
 
 
 def _read(files: RepoFiles, reads_pickles: bool = True) -> tuple[Format, str | None, TensorTable | None, list[str]]:
-    """The format, the weight file that its loader takes, the tensors in it, and what is wrong with the files.
-
-    Where several files lie side by side, those that the loader does not look at are no evidence.
-    """
+    """The format, the weight file that its loader takes, the tensors in it, and what is wrong with the files."""
     seen = files.first_of(_all_weight_files())
     tensors, problems = _tensors(files, seen, reads_pickles)
     row = format_of(known_formats(), files.name, files.config, tensors)

@@ -98,21 +98,7 @@ _LISTED_PROPERTIES = ["config", "downloads", "sha", "tags"]
 
 
 class Search:
-    """A search for the drafters of a target.
-
-    Args:
-        target (`Target`): The target.
-        access (`Access`): How files are reached.
-        limit (`int`): Repositories of the Hub that are looked into.
-        method (`str`, *optional*): Search for drafters of this method alone.
-        trusted_owners (`Sequence[str]`, *optional*): Take only what belongs to these owners. `None`: no matter whose;
-            the environment may restrict it further.
-
-    Attributes:
-        owners (`dict[str, str]`): Whose drafters go before all others, by lower case.
-        notes (`list[str]`): What could not be searched, and why.
-        rejected (`list[str]`): What was seen and cannot be used, and why.
-    """
+    """A search for the drafters of a target, maybe of one method, and maybe of some owners, alone."""
 
     def __init__(
         self,
@@ -193,14 +179,7 @@ class Search:
         return self.access.is_offline or (bool(self.target.name) and self.target_files.is_offline)
 
     def examined(self, name: str, place: str, *, downloads: int = 0, **location: Any) -> Candidate:
-        """A checkpoint that is said to be made for the target, as a candidate.
-
-        Args:
-            name (`str`): Repo id or folder.
-            place (`str`): Where it was found.
-            downloads (`int`): From the Hub.
-            location: `revision`, `subfolder`.
-        """
+        """A checkpoint that is said to be made for the target, as a candidate; `location`: revision, subfolder."""
         location = {key: value for key, value in location.items() if value}
         is_trusted = place == "entry" or owner_of(name).lower() in self.owners
         candidate = Candidate(None, name, place, location, downloads=downloads, is_trusted=is_trusted)

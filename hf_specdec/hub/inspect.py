@@ -32,21 +32,13 @@ NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 
 @dataclass(frozen=True)
 class Inspection:
-    """Result of an inspection.
+    """Result of an inspection."""
 
-    Args:
-        name (`str`): Folder or repo id.
-        found (`Detection`): What it is.
-        fits (`bool`, *optional*): It can draft for the target; `None` where none was named.
-        problems (`tuple[str, ...]`): Why it cannot, in sentences.
-        hint (`str`, *optional*): How it is meant to be used, where its method does not say so.
-    """
-
-    name: str
-    found: Detection
-    fits: bool | None = None
-    problems: tuple[str, ...] = ()
-    hint: str | None = None
+    name: str  # folder or repo id
+    found: Detection  # what it is
+    fits: bool | None = None  # it can draft for the target; `None` where none was named
+    problems: tuple[str, ...] = ()  # why it cannot, in sentences
+    hint: str | None = None  # how it is meant to be used, where its method does not say so
 
     def to_dict(self) -> dict[str, Any]:
         """Converts to plain Python and JSON types."""
@@ -161,16 +153,7 @@ def own_layer_problems(found: Detection, config: Mapping[str, Any]) -> list[str]
 
 
 def method_for_target(config: SpeculativeConfig, method: str, target_config: Any) -> str:
-    """The method for a checkpoint that nobody has named one for, where it may be the target's own.
-
-    Args:
-        config (`SpeculativeConfig`): With the `model`.
-        method (`str`): What the checkpoint is.
-        target_config (`PretrainedConfig`, *optional*): The target's.
-
-    Raises:
-        SpecConfigError: The checkpoint is the target's own and has no layers that could draft for it.
-    """
+    """The method of a checkpoint that may be the target's own, which needs layers that can draft for it."""
     own = str(getattr(target_config, "_name_or_path", None) or "")
     revisions = (None, "main", getattr(target_config, "_commit_hash", None))
     is_whole = is_language_model(method) and config.subfolder is None and config.revision in revisions

@@ -202,10 +202,7 @@ def write_card(folder: str | os.PathLike[str], *, name: str | None = None, **car
 
 
 def card_of_folder(folder: Path, config: SpeculativeConfig, *, name: str | None = None, **options: Any) -> ModelCard:
-    """The card of what is in a folder: its metadata made anew, its text kept if it has one.
-
-    Arguments are those of [`make_card`]; `name` may be left out for that of the folder.
-    """
+    """The card of what is in a folder: its metadata made anew, its text kept if it has one."""
     length = detect(RepoFiles(folder)).num_draft_tokens if (folder / "config.json").is_file() else None
     name, existing = repository_name(name, folder), load_card(folder)
     return make_card(config, name=name, num_draft_tokens=length, existing=existing, **options)

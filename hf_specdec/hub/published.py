@@ -46,12 +46,7 @@ _SHAPES = {
 
 
 def settings_to_publish(config: SpeculativeConfig, *, with_place: bool) -> dict[str, Any]:
-    """The settings of a configuration that others believe, as plain Python and JSON types.
-
-    Args:
-        config (`SpeculativeConfig`): The configuration.
-        with_place (`bool`): Also those that say where the drafter is; not for what lies beside it.
-    """
+    """The settings that others believe, as plain Python and JSON types; `with_place`: also where the drafter is."""
     names = may_be_published(config.method) | set(PLACE_SETTINGS if with_place else ())
     settings = config.to_dict()
     own = sorted(settings.keys() - names - {*PRIVATE, *PLACE_SETTINGS})
@@ -63,17 +58,7 @@ def settings_to_publish(config: SpeculativeConfig, *, with_place: bool) -> dict[
 
 
 def published_config(settings: Any, source: str, *, with_place: bool = False, **place: Any) -> SpeculativeConfig:
-    """The configuration of published settings, as far as a stranger's word counts.
-
-    Args:
-        settings (`Mapping` or `str`): Flat settings, or the name of a method.
-        source (`str`): Where they were found, for messages.
-        with_place (`bool`, defaults to `False`): They may say where the drafter is.
-        place: `model` and other settings that say where the drafter is, if the method has one and they name none.
-
-    Raises:
-        SpecConfigError: They cannot be understood, are wrong, or ask for remote code.
-    """
+    """The configuration of published settings, as far as a stranger's word counts; `place` is where the drafter is."""
     if isinstance(settings, str):
         settings = {"method": settings}
     return config_of(believed(settings, source, with_place=with_place), source, **place)
@@ -137,11 +122,7 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
 
 
 def settings_in_entry(value: Any, source: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings in what names a target's drafter, and the names of those that are not for it to say.
-
-    Raises:
-        SpecConfigError: It is no settings, asks for remote code, or passes its settings as a JSON string.
-    """
+    """The settings in what names a target's drafter, and the names of those that are not for it to say."""
     if isinstance(value, SpeculativeConfig):
         value = value.to_dict()
     if not isinstance(value, str):
@@ -203,12 +184,7 @@ def _saved_beside(files: RepoFiles) -> dict[str, Any] | None:
 
 
 def saved_settings(files: RepoFiles) -> dict[str, Any] | None:
-    """Content of `speculation_config.json`; `None` where there is none.
-
-    Raises:
-        SpecConfigError: The file is there and cannot be read.
-        CheckpointFormatError: The folder or repository cannot be reached.
-    """
+    """Content of `speculation_config.json`; `None` where there is none."""
     try:
         if files.folder is None and files.is_offline:
             # There is no list of a repository's files.

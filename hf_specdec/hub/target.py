@@ -22,13 +22,7 @@ _LEAST_BOUND = 2**20
 
 @dataclass(frozen=True)
 class Access:
-    """Access to files: token, cache and network.
-
-    Attributes:
-        token (`str` or `bool`, *optional*): For private and gated repositories; `None`: the one that is logged in.
-        cache_dir (`str`, *optional*): The local cache; `None`: the usual one.
-        local_files_only (`bool`): Ask no network.
-    """
+    """Access to files: token, cache and network, as in [`SpeculativeConfig`]."""
 
     token: str | bool | None = None
     cache_dir: str | None = None
@@ -55,21 +49,13 @@ class Access:
 
 @dataclass(frozen=True)
 class Target:
-    """A target's name, config, published entry and size.
+    """A target's name, config, published entry and size."""
 
-    Attributes:
-        name (`str`): Repo id or folder; empty if it was not loaded from one.
-        config (`dict`): Its `config.json`.
-        revision (`str`, *optional*): Branch, tag or commit of its repository.
-        entry (`Any`): `speculative` of its generation config.
-        num_bytes (`int`, *optional*): Of its weights.
-    """
-
-    name: str
-    config: Mapping[str, Any]
-    revision: str | None = None
-    entry: Any = None
-    num_bytes: int | None = None
+    name: str  # repo id or folder; empty if it was not loaded from one
+    config: Mapping[str, Any]  # its `config.json`
+    revision: str | None = None  # branch, tag or commit of its repository
+    entry: Any = None  # `speculative` of its generation config
+    num_bytes: int | None = None  # of its weights
 
     @classmethod
     def of_model(cls, model: Any) -> Target:
@@ -85,11 +71,7 @@ class Target:
 
     @classmethod
     def of_name(cls, name: str, access: Access, revision: str | None = None) -> Target:
-        """A repository or folder.
-
-        Raises:
-            CheckpointFormatError: It has no readable `config.json`.
-        """
+        """A repository or folder."""
         files = access.files(name, revision=revision)
         settings = files.read_json("generation_config.json") if "generation_config.json" in files else {}
         sizes = [size for file, size in files.sizes.items() if file.endswith(WEIGHTS) and size]

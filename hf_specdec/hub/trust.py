@@ -49,11 +49,7 @@ _MOST_CHARACTERS = 10_000
 
 
 def may_be_published(method: str | None = None) -> set[str]:
-    """Names of the settings that may be published for a method; `None`: for any that this package has.
-
-    Options have all of their names. Their field has `"published": True` in its metadata: the shape of
-    drafts, and what the weights were trained with. Not memory to be spent, and nothing that sampled tokens depend on.
-    """
+    """Names of the settings that may be published for a method, or any: shapes of drafts, not memory or sampling."""
     found = set(PUBLISHED_SETTINGS)
     built_in = [method.name for method in built_in_methods()]
     for part in built_in if method in (None, AUTO) else {method, *parts_of(method)}:
@@ -64,16 +60,7 @@ def may_be_published(method: str | None = None) -> set[str]:
 
 
 def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Splits published settings into those a stranger may set and the printable names of the others.
-
-    Args:
-        settings (`Mapping`): Flat settings; those of the method may lie in `options`.
-        source (`str`): Where they were found, for messages.
-        with_place (`bool`, defaults to `False`): They may say where the drafter is.
-
-    Raises:
-        SpecConfigError: They are no settings, far too many, ask for remote code, or lead out of a repository.
-    """
+    """Splits published settings into those a stranger may set and the printable names of the others."""
     if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
         raise SpecConfigError(f"{source}: settings are a mapping of names to values, got {type(settings).__name__}.")
     _check_size(settings, source)
@@ -152,23 +139,13 @@ def owner_of(repo_id: str) -> str:
 
 
 def trusted_owners_of(repo_id: str | None, trusted_owners: Iterable[str] | None = None) -> dict[str, str]:
-    """Whose drafters go before all others, by lower case: the target's owner first, then those that the user trusts.
-
-    Args:
-        repo_id (`str`, *optional*): The target.
-        trusted_owners (`Iterable[str]`, *optional*): What the call says.
-    """
+    """Whose drafters go before all others, by lower case: the target's owner, then those that the user trusts."""
     owners = owner_of(repo_id or ""), *(trusted_owners or ()), *(restrictions()[0] or ())
     return {owner.lower(): owner for owner in owners if owner}
 
 
 def why_not_unasked(repo_id: str, trusted_owners: Iterable[str] | None = None) -> str | None:
-    """Reason of the user's or the environment's lists not to take a repository that nobody named, if any.
-
-    Args:
-        repo_id (`str`): The repository.
-        trusted_owners (`Iterable[str]`, *optional*): What the call says; the environment restricts it further.
-    """
+    """Reason of the user's or the environment's lists not to take a repository that nobody named, if any."""
     by_environment, models = restrictions()
     owner = owner_of(repo_id).lower()
     for owners, source in ((trusted_owners, "`trusted_owners`"), (by_environment, OWNERS_VARIABLE)):

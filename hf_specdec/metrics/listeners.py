@@ -27,11 +27,7 @@ logger = logging.getLogger("hf_specdec.metrics")
 
 
 class CallObserver:
-    """Listener of one call, in the thread that makes it.
-
-    Attributes:
-        trace (`CallTrace`, *optional*): The loop adds prompts and the tokens of each cycle. `None`: nobody needs them.
-    """
+    """Listener of one call, in the thread that makes it; the loop adds to its `trace`, if it has one."""
 
     trace: CallTrace | None = None
 
@@ -54,15 +50,7 @@ class Listener:
 
 
 class CallProgress:
-    """Tells the observers of one call how it gets on. As a context it also tells them that the call has ended.
-
-    Args:
-        stats (`SpecDecodingStats`): The call's, which the loop fills.
-        observers (`list[CallObserver]`): Often none.
-
-    Attributes:
-        traces (`list[CallTrace]`): Where the loop adds prompts and each cycle's tokens.
-    """
+    """Tells the observers of one call how it gets on. As a context it also tells them that the call has ended."""
 
     def __init__(self, stats: SpecDecodingStats, observers: list[CallObserver]):
         self.observers = observers

@@ -20,14 +20,7 @@ _MOST_POSITIONS = 16
 
 
 class IntervalLog(Listener, CallObserver):
-    """Adds up all calls of the process, and logs the sums when an interval is over.
-
-    The call whose cycle ends then does it in its own thread; nothing is logged while nothing is generated. Tokens per
-    second are those of the time in which calls ran.
-
-    Args:
-        seconds (`float`): The least time between two lines.
-    """
+    """Adds up all calls of the process; the call whose cycle ends when an interval is over logs the sums."""
 
     def __init__(self, seconds: float):
         self.seconds = seconds

@@ -19,13 +19,7 @@ _WARNED = SpecDecodingStats()
 
 
 def watch_acceptance(target: Any, settings: Hashable, stats: SpecDecodingStats) -> None:
-    """Warns once for each target and choice of settings where the drafts of several calls are hardly ever accepted.
-
-    Args:
-        target (`PreTrainedModel`): The target; it is not kept alive.
-        settings (`Hashable`): What the calls have in common.
-        stats (`SpecDecodingStats`): Of a call that has ended.
-    """
+    """Warns once for each target and choice of settings where drafts of several calls are hardly ever accepted."""
     if stats.num_drafts == 0 or stats.rejection_sample_method == "synthetic":
         return
     record = record_of(target)

@@ -63,14 +63,7 @@ _FOLDER = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class PrometheusMetrics(Listener):
-    """Counts the calls of this process in the metrics of one registry.
-
-    Args:
-        registry (`CollectorRegistry`): Where they are registered.
-
-    Attributes:
-        model_name (`str`, *optional*): Label of all calls, in the place of their target's name.
-    """
+    """Counts the calls of this process in the metrics of one registry."""
 
     def __init__(self, registry: CollectorRegistry):
         self.registry = registry

@@ -8,14 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from transformers.utils import logging
-
 from ..errors import SpecConfigError, shown
 from .checks import is_int
 from .values import lengths_by_batch_size
 
-
-logger = logging.get_logger(__name__)
 
 # Names that other engines, older versions of them, and transformers have for a setting.
 _NAMES_ELSEWHERE = {
@@ -98,7 +94,9 @@ def respelled(flat: dict[str, Any]) -> dict[str, Any]:
     flat = dict(flat)
     for name, why in _WITHOUT_EFFECT.items():
         if flat.pop(name, None):
-            logger.warning_once(f"`{name}` changes nothing: {why}.")
+            from transformers.utils import logging
+
+            logging.get_logger(__name__).warning_once(f"`{name}` changes nothing: {why}.")
     replaced: dict[str, str] = {}
     for name, (today, value_of) in _REPLACED.items():
         given = flat.pop(name, None)

@@ -99,16 +99,16 @@ def _secrets_in(value: Any, levels: int = 4) -> Iterator[str]:
                 yield from _secrets_in(item, levels - 1)
 
 
-def plain_value(key: str, value: Any) -> Any:
+def plain_value(key: str, value: Any, most_values: int = _MOST_VALUES) -> Any:
     """A value in Python's own types: arrays, tensors, mappings and subclasses are converted, other objects stay."""
-    num_left = _MOST_VALUES
+    num_left = most_values
 
     def convert(value: Any, level: int) -> Any:
         nonlocal num_left
         num_left -= 1
         if num_left < 0 or level > _MOST_LEVELS:
-            what = f"more than {_MOST_VALUES} values" if num_left < 0 else f"more than {_MOST_LEVELS} levels of lists"
-            raise SpecConfigError(f"`{key}` has {what}. It is not read.")
+            what = f"more than {most_values} values" if num_left < 0 else f"more than {_MOST_LEVELS} levels of lists"
+            raise SpecConfigError(f"{key} has {what}. It is not read.")
         if value is None or isinstance(value, bool):
             return value
         if isinstance(value, str):
@@ -131,6 +131,6 @@ def plain_value(key: str, value: Any) -> Any:
         raise
     except Exception as error:
         raise SpecConfigError(
-            f"`{key}` cannot be read from {shown(value)} ({type(value).__name__}): {shown(error)}. Give a plain text, "
+            f"{key} cannot be read from {shown(value)} ({type(value).__name__}): {shown(error)}. Give a plain text, "
             "number, list or dict."
         ) from error

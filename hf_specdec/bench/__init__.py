@@ -3,6 +3,5 @@
 prompts     files of prompts, Spec-Bench's questions, and batches of them
 decoders    the ways of decoding that are compared
 engine      timed calls, in rounds
-figures     medians, ranges and percentiles
 report      the figures as JSON
 """

@@ -45,6 +45,17 @@ _NAME_KEYS = ("name", "question_id", "id")
 _KIND_KEYS = ("category", "kind", "task")
 
 
+# For those who name no prompts: new prose, new code, a text to repeat with changes, and a list.
+_GENERAL = {
+    "explain": "Explain in a few sentences why the sky is blue and sunsets are red.",
+    "code": "Write a Python function that merges two sorted lists into one sorted list, with a docstring.",
+    "rewrite": "Rewrite this paragraph in the past tense and change nothing else:\n\nThe ship leaves the harbour at "
+    "dawn. The captain looks at the map, the crew sets the sails, and the wind carries the ship to the open sea. In "
+    "the evening the crew sees an island, and the captain decides to stay there for the night.",
+    "list": "List the planets of the solar system in order, with one fact about each of them.",
+}
+
+
 @dataclass(frozen=True)
 class Batch:
     """Prompts that are generated from together."""
@@ -79,6 +90,11 @@ def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = 
     else:
         prompts = _read_file(Path(source), max_new_tokens)
     return first_of_kinds(prompts, max_new_tokens, per_kind)
+
+
+def general_prompts(max_new_tokens: int = 128) -> list[Prompt]:
+    """A few prompts that any language model can go on from, each of its own kind."""
+    return [Prompt(name, text, name, max_new_tokens) for name, text in _GENERAL.items()]
 
 
 def first_of_kinds(prompts: Sequence[Prompt], max_new_tokens: int, per_kind: int | None) -> list[Prompt]:

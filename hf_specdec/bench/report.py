@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -16,7 +16,6 @@ from ..machine import describe_environment
 from ..method import NO_DRAFTS
 from .decoders import PLAIN, Decoder
 from .engine import Call, Measurement, Round, find_differences
-from .figures import median_and_range, percentiles, pooled
 from .prompts import Batch
 
 
@@ -119,9 +118,9 @@ def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy:
     # On a GPU it is what the drafter has waited for.
     drafting = [(call.stats.draft_seconds, call.seconds) for call in calls if call.stats is not None]
     figures = {
-        "tokens_per_second": median_and_range(speeds),
-        **{key: median_and_range([a / b for a, b in zip(speeds, pace)]) for key, pace in paces.items()},
-        "first_token_seconds": median_and_range([call.first_token_seconds for call in calls]),
+        "tokens_per_second": Figure.of(speeds),
+        **{key: Figure.of([a / b for a, b in zip(speeds, pace)]) for key, pace in paces.items()},
+        "first_token_seconds": Figure.of([call.first_token_seconds for call in calls]),
     }
     return {
         **{key: figure.value for key, figure in figures.items()},
@@ -131,7 +130,7 @@ def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy:
         "draft_acceptance_rate": pooled(accepted, [one.num_draft_tokens for one in stats]),
         "draft_share": pooled(*zip(*drafting)) if drafting else None,
         "num_tokens": sum(rounds[-1][name][index].num_tokens for index in indices),
-        "spread": {key: figure.spread_to_dict() for key, figure in figures.items()},
+        "spread": {key: {"low": low, "high": high, "n": n} for key, (_, low, high, n) in figures.items()},
     }
 
 
@@ -154,10 +153,11 @@ def _details(rounds: Sequence[Round], name: str, greedy: bool) -> dict[str, Any]
     """Times of cycles, acceptance by position, and memory, over all batches."""
     calls = [call for one in rounds for call in one[name]]
     cycles = np.concatenate([call.cycle_seconds for call in calls])
+    percentiles = {f"p{share}": float(np.percentile(cycles, share)) for share in (50, 95, 99) if len(cycles)}
     stats = [call.stats for call in calls if call.stats is not None]
     memory = [call.memory_bytes for call in calls if call.memory_bytes is not None]
     return {
-        "cycle_seconds": {**percentiles(cycles), "n": len(cycles)} if len(cycles) else None,
+        "cycle_seconds": None if not len(cycles) else {**percentiles, "n": len(cycles)},
         "accepted_per_position": _accepted_per_position(
             [call for one in _with_own_texts(rounds, greedy) for call in one[name]]
         ),
@@ -201,3 +201,22 @@ def _same_texts(rounds: Sequence[Round], name: str, batches: Sequence[Batch]) ->
         "num_texts": total,
         "first_differences": differences,
     }
+
+
+class Figure(NamedTuple):
+    """The median of several values, with the smallest and the largest."""
+
+    value: float
+    low: float
+    high: float
+    n: int
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Figure:
+        return cls(float(np.median(values)), float(min(values)), float(max(values)), len(values))
+
+
+def pooled(numerators: Sequence[float], denominators: Sequence[float]) -> float | None:
+    """Sum over sum, such as accepted over drafted tokens of all calls; `None` where there is nothing to divide by."""
+    whole = sum(denominators)
+    return sum(numerators) / whole if whole else None

@@ -131,8 +131,7 @@ class Target:
 
     def prompts(self, sources: list[str] | None, max_new_tokens: int, per_kind: int | None = None) -> list[Prompt]:
         """Prompts that `--prompts` names, of each kind the first ones."""
-        from ..bench.prompts import Prompt, first_of_kinds, read_prompts
-        from ..diagnosis import general_prompts
+        from ..bench.prompts import Prompt, first_of_kinds, general_prompts, read_prompts
 
         if not sources:
             chosen = self.packaged.prompts() if self.packaged else general_prompts(max_new_tokens)

@@ -5,11 +5,10 @@ diagnose    target and drafter: what fits, what does not, and why few drafts are
 advise      the fastest way of speculating on the user's own prompts
 """
 
-from ..bench.prompts import Batch, make_batches
+from ..bench.prompts import Batch, general_prompts, make_batches
 from .advice import Advice, Choices, Option, Rejection, advise, recommend
 from .checks import Finding
 from .doctor import Diagnosis, diagnose
-from .prompts import general_prompts
 from .verification import BUG, TIE, Difference, Verification, verify
 
 

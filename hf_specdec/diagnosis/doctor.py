@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..bench.prompts import Batch, Prompt, as_chat, make_batches
+from ..bench.prompts import Batch, Prompt, as_chat, general_prompts, make_batches
 from ..checkpoints.files import RepoFiles
 from ..errors import SpecDecError
 from ..loader import load_speculator
@@ -36,7 +36,6 @@ from .checks import (
     tokenizer_findings,
 )
 from .probe import FEWEST_DRAFTS, Acceptance, measure_acceptance
-from .prompts import general_prompts
 
 
 # Below this share acceptance is no better than guessing.

@@ -17,8 +17,9 @@ from transformers import PreTrainedModel
 from ..bench.engine import greedy_texts
 from ..bench.prompts import Batch
 from ..candidate_generators.base import CandidateGenerator
+from ..candidate_generators.wrapper import Wrapper
 from ..drafts import DraftTree
-from ..protocol import Commit, DraftStep, Prompt, Session
+from ..protocol import DraftStep, Session
 from ..settings import FIXED
 from ..speculator import Speculator
 
@@ -119,38 +120,19 @@ def _count_draft(found: Acceptance, tokens: list[int], parents: list[int], follo
         node = matching[0]
 
 
-class _WatchedGenerator(CandidateGenerator):
+class _WatchedGenerator(Wrapper):
     """Keeps what a method drafts, and hands nothing of it on: the target writes token by token."""
 
-    samples_drafts = False
-
     def __init__(self, generator: CandidateGenerator, drafts: dict[int, Drafts]):
-        self.generator, self.drafts = generator, drafts
-        self.session, self.config = generator.session, generator.config
-        self.num_speculative_tokens = generator.num_speculative_tokens
-        self.target_hidden_states = generator.target_hidden_states
-
-    @property
-    def num_draft_nodes(self) -> int:
-        return self.generator.num_draft_nodes
-
-    def prefill(self, prompt: Prompt) -> None:
-        self.generator.prefill(prompt)
+        super().__init__(generator.config, generator.session, (generator,), (generator,))
+        self.drafts = drafts
+        self.samples_drafts: bool | None = False
 
     def propose(self, step: DraftStep) -> DraftTree:
-        draft = self.generator.propose(step)
+        draft = self.generators[0].propose(step)
         for row, length, *drafted in zip(step.rows, step.lengths, draft.token_lists(), draft.parent_lists()):
             self.drafts[row][length] = tuple(drafted)
         return DraftTree.empty(len(step.rows), self.session.device)
-
-    def observe(self, commit: Commit) -> None:
-        self.generator.observe(commit)
-
-    def keep_rows(self, keep: list[int]) -> None:
-        self.generator.keep_rows(keep)
-
-    def close(self) -> None:
-        self.generator.close()
 
 
 class _Watching(Speculator):

@@ -13,7 +13,15 @@ from ..settings import AUTO, SpeculativeConfig, describe_settings
 from .trust import one_line, owner_of
 
 
-PLACES = ("target", "entry", "cache", "hub", "none")
+# The places where drafters are found, the first one first, for people.
+FOUND = {
+    "target": "in the target's own checkpoint",
+    "entry": "named by the target",
+    "cache": "in the local cache",
+    "hub": "on the Hub",
+    "none": "without weights",
+}
+PLACES = tuple(FOUND)
 
 
 @dataclass(frozen=True)
@@ -61,7 +69,8 @@ class Candidate:
     @property
     def reason(self) -> str:
         """Where it was found, and what it was made for, for people."""
-        return _REASONS[self.place]
+        reasons = {"cache": f"{FOUND['cache']}, made for the target", "hub": f"{FOUND['hub']}, made for the target"}
+        return {**FOUND, **reasons, "none": "needs no weights"}[self.place]
 
     def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
         """The settings of a call for this drafter: its own, and over them those of the call that its method has.
@@ -87,20 +96,6 @@ class Candidate:
         """Converts to plain Python and JSON types."""
         lists = {"problems": list(self.problems), "left_out": list(self.left_out)}
         return {**asdict(self), "settings": dict(self.settings), **lists}
-
-
-FOUND = {
-    "target": "in the target's own checkpoint",
-    "entry": "named by the target",
-    "cache": "in the local cache",
-    "hub": "on the Hub",
-    "none": "without weights",
-}
-_REASONS = {
-    **{place: FOUND[place] for place in ("target", "entry")},
-    **{place: f"{FOUND[place]}, made for the target" for place in ("cache", "hub")},
-    "none": "needs no weights",
-}
 
 
 def rank(candidate: Candidate) -> tuple[Any, ...]:

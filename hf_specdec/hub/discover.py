@@ -24,7 +24,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from huggingface_hub import ModelInfo, constants, get_session
+from huggingface_hub import CachedRepoInfo, ModelInfo, constants, get_session, scan_cache_dir
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
@@ -49,7 +49,6 @@ from ..threads import cached_property
 from .candidate import FOUND, Candidate, rank, without
 from .detect import Detection, detect, known_formats
 from .inspect import (
-    cached_repo_id,
     has_mtp_layers,
     is_repo_id,
     is_same_checkpoint,
@@ -376,29 +375,26 @@ def _in_cache(search: Search) -> Iterator[Candidate]:
     if search.target.repo_id is None or not search.is_offline:
         return
     cache = Path(search.access.cache_dir or constants.HF_HUB_CACHE)
-    for folder in sorted(cache.glob("models--*")):
-        repo_id, commit = cached_repo_id(folder), _cached_commit(folder)
-        if commit is None or repo_id is None:
+    repositories = scan_cache_dir(cache).repos if cache.is_dir() else ()
+    for repository in sorted(repositories, key=lambda repository: repository.repo_id):
+        name, commit = repository.repo_id, _commit_with_weights(repository)
+        if repository.repo_type != "model" or commit is None or not is_repo_id(name):
             continue
-        files = search.access.offline.files(repo_id, revision=commit)
+        files = search.access.offline.files(name, revision=commit)
         with suppress(CheckpointFormatError):
-            bases = {name.lower() for name in texts_in(files.card.get("base_model"))}
+            bases = {base.lower() for base in texts_in(files.card.get("base_model"))}
             if search.target.repo_id.lower() in bases and _is_drafter(texts_in(files.card.get("tags")), files.config):
-                yield search.examined(repo_id, "cache", revision=commit)
+                yield search.examined(name, "cache", revision=commit)
 
 
-def _cached_commit(folder: Path) -> str | None:
-    """The commit of which a folder of the cache has weights: that of the main branch, else the latest."""
-    try:
-        snapshots = [path for path in folder.glob("snapshots/*") if (path / "config.json").is_file()]
-        snapshots = [path for path in snapshots if any(file.name.endswith(WEIGHTS) for file in path.iterdir())]
-        branch = folder / "refs" / "main"
-        main = branch.read_text(encoding="utf-8").strip() if branch.is_file() else None
-        latest = max(snapshots, key=lambda path: (path.name == main, path.stat().st_mtime), default=None)
-    except (OSError, ValueError) as error:
-        logger.debug(f"'{folder}' cannot be read: {error!r}")
-        return None
-    return None if latest is None else latest.name
+def _commit_with_weights(repository: CachedRepoInfo) -> str | None:
+    """The commit of which the cache has weights: that of the main branch, else the latest."""
+    found = {revision: {file.file_name for file in revision.files} for revision in repository.revisions}
+    whole = [
+        one for one, names in found.items() if "config.json" in names and any(name.endswith(WEIGHTS) for name in names)
+    ]
+    latest = max(whole, key=lambda revision: ("main" in revision.refs, revision.last_modified), default=None)
+    return None if latest is None else latest.commit_hash
 
 
 def _on_hub(search: Search) -> Iterator[Candidate]:

@@ -181,14 +181,9 @@ def repo_id_of(name: str) -> str | None:
     if not os.path.isdir(name):
         return name if is_repo_id(name) else None
     # A snapshot of the cache lies in models--user--name/snapshots/<commit>.
-    return cached_repo_id(Path(name).resolve().parent.parent)
-
-
-def cached_repo_id(folder: Path) -> str | None:
-    """The id of the repository that a folder of the cache is of: models--user--name."""
-    kind, _, name = folder.name.partition("--")
-    name = name.replace("--", "/")
-    return name if kind == "models" and is_repo_id(name) else None
+    kind, _, repository = Path(name).resolve().parent.parent.name.partition("--")
+    repository = repository.replace("--", "/")
+    return repository if kind == "models" and is_repo_id(repository) else None
 
 
 def is_same_checkpoint(name: str, other: str) -> bool:

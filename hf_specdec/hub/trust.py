@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from ..errors import SpecConfigError
 from ..method import built_in_methods, parts_of
+from ..reading import plain_value
 from ..settings.names import AUTO, names_of, option_fields
 from ..settings.spellings import respelled
 
@@ -41,8 +42,6 @@ MODELS_VARIABLE = "HF_SPECDEC_ALLOWED_MODELS"
 # Values in published settings; a static tree of the largest size has some thousand. References within YAML can make a
 # small file hold a huge value.
 _MOST_VALUES = 10_000
-_MOST_LEVELS = 8
-_MOST_CHARACTERS = 10_000
 
 
 # ----------------------------------------------------------------------------------------------------------- settings
@@ -63,7 +62,7 @@ def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dic
     """Splits published settings into those a stranger may set and the printable names of the others."""
     if not isinstance(settings, Mapping) or not all(isinstance(key, str) for key in settings):
         raise SpecConfigError(f"{source}: settings are a mapping of names to values, got {type(settings).__name__}.")
-    _check_size(settings, source)
+    settings = plain_value(source, settings, _MOST_VALUES)
     options = settings.get("options")
     flat = respelled({**(options if isinstance(options, Mapping) else {}), **settings})
     flat.pop("options", None)
@@ -100,24 +99,6 @@ def warn_of(left_out: tuple[str, ...], source: str) -> None:
 def _is_plain(path: str) -> bool:
     """Tells a path that stays inside of its repository."""
     return not (path.startswith("/") or ".." in path.split("/") or set(path) & set("\\:\0"))
-
-
-def _check_size(settings: Mapping, source: str) -> None:
-    found = 0
-    open_values: list[tuple[Any, int]] = [(settings, 0)]
-    while open_values:
-        value, level = open_values.pop()
-        found += 1
-        if found > _MOST_VALUES:
-            raise SpecConfigError(f"{source} has more than {_MOST_VALUES} values in its settings. It is not read.")
-        if level > _MOST_LEVELS:
-            raise SpecConfigError(f"{source} has settings nested more than {_MOST_LEVELS} deep. It is not read.")
-        if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
-            raise SpecConfigError(f"{source} has a text of {len(value)} characters in its settings. It is not read.")
-        if isinstance(value, Mapping):
-            open_values += ((item, level + 1) for pair in value.items() for item in pair)
-        elif isinstance(value, (list, tuple)):
-            open_values += ((item, level + 1) for item in value)
 
 
 # ----------------------------------------------------------------------------------------------------------- drafters

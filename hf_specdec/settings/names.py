@@ -88,7 +88,7 @@ def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
         names = ", ".join(name[:100] for name in sorted(twice))
         raise SpecConfigError(f"These settings are given twice, beside and inside `options`: {names}.")
     flat.update(options)
-    return respelled({str.__str__(key): plain_value(key[:100], value) for key, value in flat.items()})
+    return respelled({str.__str__(key): plain_value(f"`{key[:100]}`", value) for key, value in flat.items()})
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

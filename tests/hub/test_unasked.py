@@ -261,7 +261,7 @@ def test_hostile_cards(tmp_path, monkeypatch, warnings):
     deep = "speculative: " + "{options: " * 60 + "1" + "}" * 60
     itself = "speculative: &a {method: ngram, prompt_lookup_max: [*a, *a]}"
     for metadata in (doubled, deep, itself):
-        with pytest.raises(SpecConfigError, match="more than (10000 values|.* deep).*It is not read"):
+        with pytest.raises(SpecConfigError, match="more than (10000 values|8 levels).*It is not read"):
             read(metadata)
     warnings.clear()
     for names in ('"a\\x1b]0;x\\x07\\u202e\\n' + "b" * 1000 + '": 1', ", ".join(f"x{i}: 1" for i in range(4000))):

@@ -114,7 +114,9 @@ class Speculator:
         if not self.is_adaptive and schedule is None:
             return generator
         if not self.is_adaptive:
-            return AdaptiveCandidateGenerator(generator, ScheduledLength(self.config.most_tokens))
+            longest = generator.num_speculative_tokens
+            rule = ScheduledLength(lambda num_rows: min(self.config.most_tokens(num_rows), longest))
+            return AdaptiveCandidateGenerator(generator, rule)
         usual, target = self.generator_class.default_length(self.config.options), self.target
         is_known = target is None or self.profile.latency.knows_anything
         cost = None if is_known else self.generator_class.draft_cost(self.resources, target)

@@ -11,7 +11,7 @@ Nothing here raises for what is wrong with the pair; it becomes a finding, with 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -131,168 +131,157 @@ def diagnose(
     found.findings += network_findings(speculator, target_model, files)
     prompts = general_prompts(max_new_tokens) if prompts is None else prompts
     try:
-        _Examination(found, speculator, target_model, tokenizer, prompts, say).run()
+        batches = _batches(prompts, tokenizer, target_model, speculator)
+        found.findings += _probed(found.acceptance, batches, target_model, speculator, say)
     except SpecDecError as error:
         add(Finding("acceptance", "error", str(error)))
     return found
 
 
-class _Examination:
-    """The probe of a loaded drafter; adds to the findings of a diagnosis."""
+def _batches(
+    prompts: Sequence[Prompt], tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel, speculator: Speculator
+) -> dict[str, list[Batch]]:
+    """The prompts by their form: "raw", and in the chat template and its modes where there is one."""
+    # Without a network a batch saves nothing, and its rows share a draft length.
+    can_pad = tokenizer.padding_side == "left" and tokenizer.pad_token is not None
+    has_network = speculator.generator_class.network(speculator.resources) is not None
+    size = _BATCH_SIZE if has_network and can_pad else 1
+    # Of one kind, so that they can be generated together.
+    prompts = [replace(prompt, kind="") for prompt in prompts]
+    batches = {"raw": make_batches(tokenizer, prompts, size, device=model.device)}
+    for form, mode in _template_modes(tokenizer).items():
+        chats = as_chat(prompts, tokenizer, **mode)
+        batches[form] = make_batches(tokenizer, chats, size, device=model.device, add_special_tokens=False)
+    return batches
 
-    def __init__(
-        self,
-        diagnosis: Diagnosis,
-        speculator: Speculator,
-        model: PreTrainedModel,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Sequence[Prompt],
-        say: Callable[[str], None],
-    ):
-        self.diagnosis, self.speculator, self.model, self.say = diagnosis, speculator, model, say
-        network = speculator.generator_class.network(speculator.resources)
-        method = methods().get(speculator.method)
-        self.healthy_rate = None if method is None else method.healthy_first_rate
-        self.draft_ids = None if network is None else token_ids(network)
-        # Without a network a batch saves nothing, and its rows share a draft length.
-        can_pad = tokenizer.padding_side == "left" and tokenizer.pad_token is not None
-        size = _BATCH_SIZE if network is not None and can_pad else 1
-        # Of one kind, so that they can be generated together.
-        prompts = [replace(prompt, kind="") for prompt in prompts]
-        self.batches: dict[str, list[Batch]] = {"raw": make_batches(tokenizer, prompts, size, device=model.device)}
-        for form, mode in _template_modes(tokenizer).items():
-            chats = as_chat(prompts, tokenizer, **mode)
-            self.batches[form] = make_batches(tokenizer, chats, size, device=model.device, add_special_tokens=False)
-        self.largest_id: int = max(
-            int(batch.inputs["input_ids"].max()) for batches in self.batches.values() for batch in batches
+
+def _probed(
+    measured: dict[str, Acceptance],
+    batches: dict[str, list[Batch]],
+    model: PreTrainedModel,
+    speculator: Speculator,
+    say: Callable[[str], None],
+) -> Iterator[Finding]:
+    """Findings of the probe, whose acceptance by form of prompts is put into `measured`."""
+    num_tokens = num_embeddings(model.get_input_embeddings())
+    largest = max(int(batch.inputs["input_ids"].max()) for group in batches.values() for batch in group)
+    if largest >= num_tokens:
+        yield Finding(
+            "vocabulary",
+            "error",
+            f"The tokenizer writes a prompt with the token {largest}, and the target knows the tokens 0 to "
+            f"{num_tokens - 1}.",
+            "Pass the tokenizer that the target was trained with.",
+        )
+        return
+    for form, group in batches.items():
+        say(f"Probing the acceptance, {form} prompts")
+        measured[form] = measure_acceptance(model, speculator, group)
+    # Where one form of prompts is worse, the other tells more about the pair.
+    form = max(measured, key=lambda name: (measured[name].num_drafts >= FEWEST_DRAFTS, measured[name].first_rate))
+    best = measured[form]
+    if best.num_drafts < FEWEST_DRAFTS:
+        yield Finding(
+            "acceptance",
+            "warning",
+            f"Only {best.num_drafts} drafts in {best.num_places} places: too few to tell anything.",
+            "Probe with more or longer prompts.",
+        )
+        return
+    network = speculator.generator_class.network(speculator.resources)
+    yield from _vocabulary_findings(best, None if network is None else token_ids(network))
+    yield from _template_findings(measured)
+    method = methods().get(speculator.method)
+    yield _acceptance_finding(best, None if method is None else method.healthy_first_rate)
+    settings = model.generation_config
+    if not settings.do_sample:
+        return
+    say("Probing the acceptance, sampled")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        sampled = measured["sampled"] = measure_acceptance(model, speculator, batches[form], do_sample=True)
+    if best.is_above(sampled):
+        temperature = 1.0 if settings.temperature is None else settings.temperature
+        yield Finding(
+            "acceptance",
+            "warning",
+            f"The target's generation config samples (temperature {temperature:g}): {sampled.acceptance_length:.2f} "
+            f"tokens a cycle, and {best.acceptance_length:.2f} for greedy text. What is drawn at random is hard to "
+            "foresee.",
+            "Lower the temperature if the task allows it, and speculate fewer tokens.",
         )
 
-    def _add(self, check: str, status: Status, found: str, remedy: str = "") -> None:
-        self.diagnosis.findings.append(Finding(check, status, found, remedy))
 
-    def _measure(self, form: str, **sampling: Any) -> Acceptance:
-        return measure_acceptance(self.model, self.speculator, self.batches[form], **sampling)
-
-    def run(self) -> None:
-        """Measures and judges."""
-        num_tokens = num_embeddings(self.model.get_input_embeddings())
-        if self.largest_id >= num_tokens:
-            self._add(
-                "vocabulary",
-                "error",
-                f"The tokenizer writes a prompt with the token {self.largest_id}, and the target knows the tokens 0 "
-                f"to {num_tokens - 1}.",
-                "Pass the tokenizer that the target was trained with.",
-            )
-            return
-        for form in self.batches:
-            self.say(f"Probing the acceptance, {form} prompts")
-            self.diagnosis.acceptance[form] = self._measure(form)
-        found = self.diagnosis.acceptance
-        # Where one form of prompts is worse, the other tells more about the pair.
-        form = max(found, key=lambda name: (found[name].num_drafts >= FEWEST_DRAFTS, found[name].first_rate))
-        best = found[form]
-        if best.num_drafts < FEWEST_DRAFTS:
-            self._add(
-                "acceptance",
-                "warning",
-                f"Only {best.num_drafts} drafts in {best.num_places} places: too few to tell anything.",
-                "Probe with more or longer prompts.",
-            )
-            return
-        self._judge_vocabulary(best)
-        self._judge_template()
-        self._judge_acceptance(best)
-        self._judge_sampling(form, best)
-
-    def _judge_acceptance(self, found: Acceptance) -> None:
-        first, healthy, rates = found.first_rate, self.healthy_rate, found.rates
-        shown = (
-            f"{found.acceptance_length:.2f} tokens a cycle; accepted by position: "
-            f"{', '.join(f'{100 * rate:.0f}' for rate in rates[:8])} %."
+def _acceptance_finding(found: Acceptance, healthy: float | None) -> Finding:
+    """What the acceptance by position tells; `healthy` is a first rate that drafters in order have at least."""
+    first, rates = found.first_rate, found.rates
+    complaint, remedy = "", ""
+    if healthy is None:
+        remedy = "" if first >= _GUESSING else "These prompts repeat little. Try a method with a drafter."
+    elif first < healthy:
+        complaint = f" Healthy drafters of this method have at least {100 * healthy:.0f} % at the first position."
+        if first < _GUESSING:
+            complaint = " The first position is hardly better than guessing."
+        remedy = (
+            "Most likely it was trained for another model, another version of this one or another kind of text, or "
+            "reads other states of the target than in its training. Compare the target, its revision and the layers "
+            "in the drafter's config with its card."
         )
-        complaint, remedy = "", ""
-        if healthy is None:
-            remedy = "" if first >= _GUESSING else "These prompts repeat little. Try a method with a drafter."
-        elif first < healthy:
-            complaint = f" Healthy drafters of this method have at least {100 * healthy:.0f} % at the first position."
-            if first < _GUESSING:
-                complaint = " The first position is hardly better than guessing."
-            remedy = (
-                "Most likely it was trained for another model, another version of this one or another kind of text, "
-                "or reads other states of the target than in its training. Compare the target, its revision and the "
-                "layers in the drafter's config with its card."
-            )
-        elif len(rates) > 1 and found.reached[1] >= FEWEST_DRAFTS and rates[1] < _FALL * rates[0]:
-            complaint = " It is high at the first position and falls at once."
-            remedy = (
-                "The drafter was trained for one step only, or its positions or its recurrence are not those of its "
-                "training. Draft one token (num_speculative_tokens=1), or train it to draft several."
-            )
-        self._add("acceptance", "warning" if remedy else "ok", shown + complaint, remedy)
-
-    def _judge_vocabulary(self, found: Acceptance) -> None:
-        if self.draft_ids is None:
-            return
-        known = set(self.draft_ids.tolist())
-        missing = sum(token not in known for token in found.tokens) / max(len(found.tokens), 1)
-        shown = f"{100 * missing:.1f} % of the tokens that the target wrote are not in the draft vocabulary"
-        if missing > _MOST_MISSING:
-            self._add(
-                "vocabulary",
-                "warning",
-                f"{shown} ({len(known)} tokens): each of them ends a draft.",
-                "Use a drafter whose vocabulary was chosen on text of this kind, or has all tokens.",
-            )
-        else:
-            self._add("vocabulary", "ok", f"{shown}.")
-
-    def _judge_template(self) -> None:
-        found = self.diagnosis.acceptance
-        raw, chat, silent = (found.get(form) for form in ("raw", "chat", "chat, no thinking"))
-        if chat is None:
-            return
-        figures = f"{chat.acceptance_length:.2f} tokens a cycle with it, {raw.acceptance_length:.2f} without"
-        cause, remedy = "", ""
-        if silent is not None and (silent.is_above(chat) or chat.is_above(silent)):
-            better, worse = ("without", "with") if silent.is_above(chat) else ("with", "without")
-            cause = (
-                f"Answers {worse} thinking are drafted for less well: {chat.acceptance_length:.2f} tokens a cycle "
-                f"with it, {silent.acceptance_length:.2f} without. The drafter was trained on answers {better} it."
-            )
-            remedy = f"Pass enable_thinking={better == 'with'} to the chat template where the task allows it."
-        elif chat.is_above(raw):
-            cause = f"Prompts without the chat template are drafted for less well: {figures}."
-            remedy = "Put prompts into the chat template, as in the drafter's training."
-        elif raw.is_above(chat):
-            cause = (
-                f"Prompts in the target's chat template are drafted for less well: {figures}. The drafter was trained "
-                "on text without it, or with another one."
-            )
-            remedy = "Use a drafter that was trained on chats with this template."
-        self._add(
-            "chat template", "warning" if cause else "ok", cause or f"It makes no difference: {figures}.", remedy
+    elif len(rates) > 1 and found.reached[1] >= FEWEST_DRAFTS and rates[1] < _FALL * rates[0]:
+        complaint = " It is high at the first position and falls at once."
+        remedy = (
+            "The drafter was trained for one step only, or its positions or its recurrence are not those of its "
+            "training. Draft one token (num_speculative_tokens=1), or train it to draft several."
         )
+    shown = f"{found.acceptance_length:.2f} tokens a cycle; accepted by position: "
+    shown += f"{', '.join(f'{100 * rate:.0f}' for rate in rates[:8])} %."
+    return Finding("acceptance", "warning" if remedy else "ok", shown + complaint, remedy)
 
-    def _judge_sampling(self, form: str, greedy: Acceptance) -> None:
-        settings = self.model.generation_config
-        if not settings.do_sample:
-            return
-        self.say("Probing the acceptance, sampled")
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            sampled = self._measure(form, do_sample=True)
-        self.diagnosis.acceptance["sampled"] = sampled
-        if greedy.is_above(sampled):
-            temperature = 1.0 if settings.temperature is None else settings.temperature
-            self._add(
-                "acceptance",
-                "warning",
-                f"The target's generation config samples (temperature {temperature:g}): "
-                f"{sampled.acceptance_length:.2f} tokens a cycle, and {greedy.acceptance_length:.2f} for "
-                "greedy text. What is drawn at random is hard to foresee.",
-                "Lower the temperature if the task allows it, and speculate fewer tokens.",
-            )
+
+def _vocabulary_findings(found: Acceptance, draft_ids: torch.LongTensor | None) -> Iterator[Finding]:
+    """How much of what the target writes a smaller draft vocabulary lacks."""
+    if draft_ids is None:
+        return
+    known = set(draft_ids.tolist())
+    missing = sum(token not in known for token in found.tokens) / max(len(found.tokens), 1)
+    shown = f"{100 * missing:.1f} % of the tokens that the target wrote are not in the draft vocabulary"
+    if missing <= _MOST_MISSING:
+        yield Finding("vocabulary", "ok", f"{shown}.")
+        return
+    yield Finding(
+        "vocabulary",
+        "warning",
+        f"{shown} ({len(known)} tokens): each of them ends a draft.",
+        "Use a drafter whose vocabulary was chosen on text of this kind, or has all tokens.",
+    )
+
+
+def _template_findings(measured: dict[str, Acceptance]) -> Iterator[Finding]:
+    """Which form of prompts, and of answers, is drafted for better."""
+    raw, chat, silent = (measured.get(form) for form in ("raw", "chat", "chat, no thinking"))
+    if chat is None:
+        return
+    figures = f"{chat.acceptance_length:.2f} tokens a cycle with it, {raw.acceptance_length:.2f} without"
+    if silent is not None and (silent.is_above(chat) or chat.is_above(silent)):
+        better, worse = ("without", "with") if silent.is_above(chat) else ("with", "without")
+        cause = (
+            f"Answers {worse} thinking are drafted for less well: {chat.acceptance_length:.2f} tokens a cycle with "
+            f"it, {silent.acceptance_length:.2f} without. The drafter was trained on answers {better} it."
+        )
+        remedy = f"Pass enable_thinking={better == 'with'} to the chat template where the task allows it."
+    elif chat.is_above(raw):
+        cause = f"Prompts without the chat template are drafted for less well: {figures}."
+        remedy = "Put prompts into the chat template, as in the drafter's training."
+    elif raw.is_above(chat):
+        cause = (
+            f"Prompts in the target's chat template are drafted for less well: {figures}. The drafter was trained on "
+            "text without it, or with another one."
+        )
+        remedy = "Use a drafter that was trained on chats with this template."
+    else:
+        yield Finding("chat template", "ok", f"It makes no difference: {figures}.")
+        return
+    yield Finding("chat template", "warning", cause, remedy)
 
 
 def _template_modes(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, Any]]:

@@ -268,10 +268,11 @@ class SpeculativeConfig:
         may_adapt = not (is_shaped or is_drawn) and self.rejection_sample_method == "standard"
         return may_adapt and is_switched_on("ADAPTIVE", default=True)
 
-    def most_tokens(self, num_rows: int) -> int | None:
-        """Most draft tokens with so many active rows, by `num_speculative_tokens_per_batch_size`; `None`: any."""
+    def most_tokens(self, num_rows: int) -> int:
+        """Most draft tokens with so many active rows, by `num_speculative_tokens_per_batch_size`."""
         lengths = self.num_speculative_tokens_per_batch_size or ((1, None),)
-        return next(k for first, k in reversed(lengths) if first <= num_rows)
+        most = next(k for first, k in reversed(lengths) if first <= num_rows)
+        return MOST_DRAFT_TOKENS if most is None else most
 
     def replace(self, /, **changes: Any) -> SpeculativeConfig:
         """A copy with some settings changed.

@@ -182,7 +182,7 @@ def test_all_spellings_of_lengths_by_batch_size_mean_the_same():
         assert (ours, ours.compute_hash()) == (other, other.compute_hash())
         assert [ours.most_tokens(rows) for rows in (1, 8, 9, 32, 33, 1000)] == [5, 5, 2, 2, 0, 0]
     # Without a number there is no limit.
-    assert [by_rows({9: 0}).most_tokens(rows) for rows in (1, 8, 9, 1000)] == [None, None, 0, 0]
+    assert [by_rows({9: 0}).most_tokens(rows) for rows in (1, 8, 9, 1000)] == [1024, 1024, 0, 0]
     assert by_rows({9: 0}) == by_rows([[1, 8, None], [9, 9, 0]])
     # A fixed length is the most.
     assert by_rows({1: 4}, num_speculative_tokens=4).most_tokens(1) == 4

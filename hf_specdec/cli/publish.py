@@ -37,7 +37,10 @@ def publish_command(
     from ..hub.publish import push_folder, write_card
 
     card: dict[str, Any] = {"target": target, "license": license, "tags": tag or []}
-    card["report"] = None if bench is None else _read_report(bench)
+    try:
+        card["report"] = None if bench is None else json.loads(bench.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise SpecConfigError(f"--bench '{bench}' cannot be read as JSON: {error}") from error
     if dry_run:
         typer.echo(write_card(folder, name=repo, **card))
         return
@@ -45,10 +48,3 @@ def publish_command(
         typer.echo(push_folder(folder, repo, private=private or None, **card))
     except HfHubHTTPError as error:
         raise SpecConfigError(f"The Hub refuses '{repo}': {error}") from error
-
-
-def _read_report(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise SpecConfigError(f"--bench '{path}' cannot be read as JSON: {error}") from error

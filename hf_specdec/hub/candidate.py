@@ -100,20 +100,16 @@ class Candidate:
 
 def rank(candidate: Candidate) -> tuple[Any, ...]:
     """Sort key of candidates, the best first; unusable ones come last."""
+    # A combination comes before its first part alone.
+    parts = [] if candidate.method is None else parts_of(candidate.method)
     return (
         bool(candidate.problems),
         not candidate.is_trusted,
         PLACES.index(candidate.place),
-        _preferences(candidate.method),
+        [*(methods()[part].preference if part in methods() else math.inf for part in parts), math.inf],
         -candidate.downloads,
         candidate.model or "",
     )
-
-
-def _preferences(name: str | None) -> list[float]:
-    """Places of a method's parts; a combination comes before its first part alone."""
-    parts = [] if name is None else parts_of(name)
-    return [*(methods()[part].preference if part in methods() else math.inf for part in parts), math.inf]
 
 
 def without(settings: Mapping[str, Any], *names: str) -> dict[str, Any]:

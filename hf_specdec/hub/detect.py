@@ -73,7 +73,8 @@ def detect(files: RepoFiles, *, reads_pickles: bool = True) -> Detection:
 def _detected(files: RepoFiles, reads_pickles: bool) -> Detection:
     row, weight_file, tensors, problems = _read(files, reads_pickles)
     is_whole_model = is_language_model(row.method)
-    needs, num_draft_tokens = TargetNeeds(_target_name(files, is_whole_model)), None
+    made_for = target_name(files.config) or target_in_card(files.card, is_whole_model)
+    needs, num_draft_tokens = TargetNeeds(made_for), None
     reader = None
     faults: list[str] = []
     if tensors is not None:
@@ -185,11 +186,6 @@ def _all_weight_files() -> list[str]:
     beside = [reader.target_files for reader in _readers() if reader.target_files]
     own = [name for reader in _readers() for name in reader.weight_files if name not in (*beside, *WEIGHT_FILES)]
     return [*own, *WEIGHT_FILES, *beside]
-
-
-def _target_name(files: RepoFiles, is_whole_model: bool) -> str | None:
-    """The target by the config, else by the card."""
-    return target_name(files.config) or target_in_card(files.card, is_whole_model)
 
 
 def target_in_card(card: Mapping[str, Any], is_whole_model: bool) -> str | None:

@@ -413,8 +413,10 @@ def _listed_drafters(search: Search, base_model: str) -> list[ModelInfo]:
     queries = [([], owner) for owner in list(search.owners.values())[:_MOST_OWNERS]]
     queries += [([tag], None) for tag in _TAGS_ASKED_FOR]
     for tags, owner in [*queries, ([], None)]:
-        listed = _listed([f"base_model:{base_model}", *tags], owner, search.access.token)
-        found |= {info.id: info for info in listed if is_repo_id(info.id) and _looks_like_drafter(info, base_model)}
+        for info in _listed([f"base_model:{base_model}", *tags], owner, search.access.token):
+            is_quantised = f"base_model:quantized:{base_model}" in (info.tags or ())
+            if is_repo_id(info.id) and not is_quantised and _is_drafter(info.tags or (), info.config or {}):
+                found[info.id] = info
 
     def order(info: ModelInfo) -> tuple[bool, bool, int]:
         is_excluded = why_not_unasked(info.id, search.trusted_owners) is not None
@@ -434,11 +436,6 @@ def _listed(tags: list[str], owner: str | None, token: str | bool | None) -> lis
     )
     hf_raise_for_status(response)
     return [ModelInfo(**item) for item in response.json()]
-
-
-def _looks_like_drafter(info: ModelInfo, base_model: str) -> bool:
-    tags = info.tags or ()
-    return f"base_model:quantized:{base_model}" not in tags and _is_drafter(tags, info.config or {})
 
 
 def _is_drafter(tags: Iterable[str], config: Mapping[str, Any]) -> bool:

@@ -110,15 +110,15 @@ def push_speculator(
         SpecConfigError: As `save_speculator`, or `repo_id` is no valid id.
         huggingface_hub.errors.HfHubHTTPError: The Hub refuses: no login, no rights.
     """
-    upload = _Upload(repo_id, token)
+    api = _api(repo_id, token)
     with TemporaryDirectory() as folder:
         # Whether the repository can be written to is found out in time.
         with suppress(EntryNotFoundError, HfHubHTTPError):
-            shutil.copyfile(upload.api.hf_hub_download(repo_id, CARD_NAME, revision=revision), Path(folder, CARD_NAME))
+            shutil.copyfile(api.hf_hub_download(repo_id, CARD_NAME, revision=revision), Path(folder, CARD_NAME))
         # What can be wrong here is found before anything is made there.
         save_speculator(speculator, folder, name=repo_id, **card)
         message = commit_message or f"Upload a drafter (method '{speculator.config.method}')"
-        return upload(folder, private, revision=revision, create_pr=create_pr, commit_message=message)
+        return _upload(api, repo_id, folder, private, message, revision=revision, create_pr=create_pr)
 
 
 def push_folder(
@@ -145,31 +145,29 @@ def push_folder(
         SpecConfigError: `repo_id` is no valid id, or the card cannot be made.
         huggingface_hub.errors.HfHubHTTPError: The Hub refuses: no login, no rights.
     """
-    upload = _Upload(repo_id, token)
+    api = _api(repo_id, token)
     write_card(folder, name=repo_id, **card)
-    return upload(folder, private, commit_message="Upload a drafter")
+    return _upload(api, repo_id, folder, private, "Upload a drafter")
 
 
-class _Upload:
-    """An upload to a repository, whose id is checked before anything is made."""
+def _api(repo_id: str, token: str | bool | None) -> HfApi:
+    """The Hub, once it is known that a repository can have this id."""
+    try:
+        validate_repo_id(repo_id)
+    except HFValidationError as error:
+        raise SpecConfigError(f"'{repo_id}' cannot be the id of a repository: {error}") from error
+    return HfApi(endpoint=constants.ENDPOINT, token=token, library_name="hf_specdec", library_version=__version__)
 
-    def __init__(self, repo_id: str, token: str | bool | None):
-        try:
-            validate_repo_id(repo_id)
-        except HFValidationError as error:
-            raise SpecConfigError(f"'{repo_id}' cannot be the id of a repository: {error}") from error
-        self.repo_id = repo_id
-        self.api = HfApi(
-            endpoint=constants.ENDPOINT, token=token, library_name="hf_specdec", library_version=__version__
-        )
 
-    def __call__(self, folder: str | os.PathLike[str], private: bool | None, **options: Any) -> str:
-        """Makes the repository if needed, uploads a folder and returns the address of the commit."""
-        repo_id = self.api.create_repo(self.repo_id, private=private, exist_ok=True).repo_id
-        commit = self.api.upload_folder(repo_id=repo_id, folder_path=folder, **options)
-        # It has changed.
-        read_of_repositories.forget(lambda key: repo_id in key)
-        return commit.commit_url
+def _upload(
+    api: HfApi, repo_id: str, folder: str | os.PathLike[str], private: bool | None, message: str, **options: Any
+) -> str:
+    """Makes the repository if needed, uploads a folder and returns the address of the commit."""
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    commit = api.upload_folder(repo_id=repo_id, folder_path=folder, commit_message=message, **options)
+    # It has changed.
+    read_of_repositories.forget(lambda key: repo_id in key)
+    return commit.commit_url
 
 
 def write_card(folder: str | os.PathLike[str], *, name: str | None = None, **card: Any) -> Path:

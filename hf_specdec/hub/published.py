@@ -144,7 +144,12 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
         SpecConfigError: The saved settings are wrong, or contradict those that are given.
     """
     files, source = RepoFiles.of(config), f"{CONFIG_NAME} of '{config.model}'"
-    saved = _saved_beside(files)
+    try:
+        # The Hub is asked once.
+        saved = copy.deepcopy(read_of_repositories.recall("settings", files, lambda: saved_settings(files)))
+    except CheckpointFormatError:
+        # Whoever reads the checkpoint itself says what is wrong.
+        return config
     if saved is None:
         return config
     # A local folder that holds nothing else may say where the drafter is.
@@ -172,15 +177,6 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
 def _shapes(settings: Mapping[str, Any]) -> set[str]:
     """The ways in which settings say what shape drafts have; "auto" and "fixed" are about its size."""
     return {way for name, way in _SHAPES.items() if not isinstance(settings.get(name), str | None)}
-
-
-def _saved_beside(files: RepoFiles) -> dict[str, Any] | None:
-    """`saved_settings`, asked of the Hub once; `None` also where nothing can be reached."""
-    try:
-        return copy.deepcopy(read_of_repositories.recall("settings", files, lambda: saved_settings(files)))
-    except CheckpointFormatError:
-        # Whoever reads the checkpoint itself says what is wrong.
-        return None
 
 
 def saved_settings(files: RepoFiles) -> dict[str, Any] | None:

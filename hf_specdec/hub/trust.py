@@ -106,12 +106,8 @@ def _is_plain(path: str) -> bool:
 
 def restrictions() -> tuple[tuple[str, ...] | None, tuple[str, ...] | None]:
     """Trusted owners and allowed models of the environment, each `None` where it is not set."""
-    return tuple(map(_listed_in, (OWNERS_VARIABLE, MODELS_VARIABLE)))
-
-
-def _listed_in(variable: str) -> tuple[str, ...] | None:
-    value = os.environ.get(variable)
-    return None if value is None else tuple(filter(None, map(str.strip, value.split(","))))
+    values = map(os.environ.get, (OWNERS_VARIABLE, MODELS_VARIABLE))
+    return tuple(value if value is None else tuple(filter(None, map(str.strip, value.split(",")))) for value in values)
 
 
 def owner_of(repo_id: str) -> str:

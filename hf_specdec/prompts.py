@@ -42,13 +42,10 @@ def _parsed(text: str, place: str, example: str) -> Any:
 
 def prompts_in(record: Mapping[str, Any], fields: Iterable[str]) -> dict[str, Any]:
     """The prompts that a record has in some fields, in the order of these."""
-    return {name: _prompt_of(name, record[name]) for name in fields if record.get(name) is not None}
-
-
-def _prompt_of(name: str, value: Any) -> Any:
-    if name == "turns" and isinstance(value, (list, tuple)) and value:
-        return value[0]
-    return [_message(message) for message in value] if is_chat(value) else value
+    found = {name: record[name] for name in fields if record.get(name) is not None}
+    if isinstance(turns := found.get("turns"), (list, tuple)) and turns:
+        found["turns"] = turns[0]
+    return {name: [*map(_message, value)] if is_chat(value) else value for name, value in found.items()}
 
 
 def _message(message: Any) -> Any:

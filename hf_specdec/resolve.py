@@ -15,13 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PretrainedConfig
-from transformers.utils.hub import cached_file
 
 from .arguments import OFF, is_off
+from .checkpoints.files import RepoFiles
 from .errors import SpecConfigError, shown
 from .hub.detect import detect_method
 from .hub.inspect import method_for_target
-from .hub.published import published_config, with_saved_settings
+from .hub.published import published_config, saved_settings, with_saved_settings
 from .method import is_method_name, names_of_methods, resolve_candidate_generator
 from .reading import parse_json, read_text, reading_settings
 from .settings import CONFIG_NAME, SpeculativeConfig
@@ -78,18 +78,16 @@ def read_pretrained(path_or_repo: str | os.PathLike[str], revision: str | None) 
     """The configuration in a `speculation_config.json`; see [`SpeculativeConfig.from_pretrained`]."""
     with reading_settings(path_or_repo):
         path = Path(path_or_repo)
+        if path.is_file():
+            return SpeculativeConfig.from_dict(_read_json_file(path))
+        settings = saved_settings(RepoFiles(path_or_repo, revision=revision))
+        if settings is None:
+            where = shown(path_or_repo)
+            raise SpecConfigError(
+                f"No {CONFIG_NAME} found in {where}. Pass what save_pretrained() wrote, or a method."
+            )
         # Beside a checkpoint and on the Hub they are those of whoever made it.
-        is_published = not (path.is_file() or path.is_dir()) or (path / "config.json").is_file()
-        if not path.is_file():
-            try:
-                path = Path(cached_file(str(path_or_repo), CONFIG_NAME, revision=revision))
-            except OSError as error:
-                raise SpecConfigError(
-                    f"No {CONFIG_NAME} found in {shown(path_or_repo)}: {error} Pass a folder written by "
-                    "save_pretrained(), or name the method."
-                ) from error
-        settings = _read_json_file(path)
-        if is_published:
+        if not path.is_dir() or (path / "config.json").is_file():
             return published_config(settings, f"{CONFIG_NAME} of '{path_or_repo}'")
         return SpeculativeConfig.from_dict(settings)
 

@@ -56,7 +56,10 @@ def batch_command(
     results = Output(output)
     spec = read_drafter(drafter or "auto", num_speculative_tokens, settings, target.drafters, offline)
     if processes.size > 1 and device is None:
-        target = replace(target, device=_own_device(processes.local_rank))
+        import torch
+
+        own = f"cuda:{processes.local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else None
+        target = replace(target, device=own)
     # All have looked at what is there before anyone writes.
     processes.wait()
     from ..machine import num_threads
@@ -64,7 +67,7 @@ def batch_command(
 
     with num_threads(target.num_threads):
         loaded, tokenizer = target.load()
-        speculator = load_drafter(loaded, spec)
+        drafting = load_drafter(loaded, spec)
         run = generate_many(
             loaded,
             [*map(_as_chat, requests)] if has_template(tokenizer, raw) else requests,
@@ -77,7 +80,7 @@ def batch_command(
             shard=(processes.rank, processes.size),
             max_new_tokens=max_new_tokens,
             **sampling,
-            **({"spec_method": "off"} if speculator is None else {"assistant": speculator}),
+            **drafting,
         )
         for _ in run:
             pass
@@ -100,12 +103,6 @@ def _as_chat(request: Any) -> Any:
         return request
     others = {name: value for name, value in settings.items() if name != key}
     return {**others, "messages": [{"role": "user", "content": settings[key]}]}
-
-
-def _own_device(local_rank: int) -> str | None:
-    import torch
-
-    return f"cuda:{local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else None
 
 
 def _print_report(report: dict[str, Any], output: Path) -> None:

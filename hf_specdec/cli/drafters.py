@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..arguments import is_off
+from ..arguments import OFF, is_off
 from ..errors import SpecConfigError
 from ..method import COMBINING, is_method_name, methods, takes_model
 from ..reading import parse_json
@@ -16,8 +16,6 @@ from ..reading import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from ..speculator import Speculator
 
 
 def read_drafter(
@@ -54,15 +52,15 @@ def read_drafter(
     return settings
 
 
-def load_drafter(model: PreTrainedModel, settings: Mapping[str, Any]) -> Speculator | None:
-    """The speculator that settings mean; `None` for the generation of transformers."""
+def load_drafter(model: PreTrainedModel, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of `generate()` that settings mean: their speculator, or "off" for transformers' own."""
     from ..loader import load_speculator
 
     if is_off(settings.get("method")):
         if extra := settings.keys() - {"method", "local_files_only"}:
             raise SpecConfigError(f"The drafter 'off' generates without drafts. Leave out {' and '.join(extra)}.")
-        return None
-    return load_speculator(model, dict(settings))
+        return {"spec_method": OFF}
+    return {"assistant": load_speculator(model, dict(settings))}
 
 
 @cache

@@ -20,9 +20,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-    from ..metrics import CallRecord
-    from ..speculator import Speculator
-
 
 def generate_command(
     model: options.Model,
@@ -69,16 +66,16 @@ def generate_command(
     with num_threads(target.num_threads):
         loaded, tokenizer = target.load()
         (batch,) = tokenised([Prompt("prompt", text)], loaded, tokenizer, 1, raw)
-        speculator = load_drafter(loaded, spec)
+        drafting = load_drafter(loaded, spec)
         torch.manual_seed(seed)
         tokens, statistics = _generate(
             loaded,
             tokenizer,
             batch.inputs,
-            speculator,
             stream=not as_json,
             html=html,
             max_new_tokens=max_new_tokens,
+            **drafting,
             **sampling,
         )
     answer = tokenizer.decode(tokens, skip_special_tokens=True)
@@ -110,7 +107,6 @@ def _generate(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     inputs: dict[str, torch.Tensor],
-    speculator: Speculator | None,
     stream: bool,
     html: Path | None,
     **arguments: Any,
@@ -126,12 +122,17 @@ def _generate(
     streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if stream else None
     with record(trace=html is not None) as recorded:
         began = perf_counter()
-        sequences = generate(model, **inputs, **arguments, streamer=streamer, assistant=speculator)
+        sequences = generate(model, **inputs, **arguments, streamer=streamer)
         seconds = perf_counter() - began
     num_prompt_tokens = inputs["input_ids"].shape[1]
     tokens = sequences[0, num_prompt_tokens:].tolist()
+    if html is not None and not recorded.calls:
+        raise SpecConfigError("The page was not written: transformers' own loop has generated, which keeps no trace.")
     if html is not None:
-        _draw(recorded.calls, html, tokenizer)
+        try:
+            recorded.calls[0].to_html(html, tokenizer)
+        except OSError as error:
+            raise SpecConfigError(f"The page '{html}' cannot be written: {error}") from error
     statistics = recorded.calls[0].stats.to_dict() if recorded.calls else {"method": "off"}
     return tokens, {
         **statistics,
@@ -140,15 +141,6 @@ def _generate(
         "seconds": seconds,
         "tokens_per_second": len(tokens) / seconds,
     }
-
-
-def _draw(calls: list[CallRecord], path: Path, tokenizer: PreTrainedTokenizerBase) -> None:
-    if not calls:
-        raise SpecConfigError("The page was not written: transformers' own loop has generated, which keeps no trace.")
-    try:
-        calls[0].to_html(path, tokenizer)
-    except OSError as error:
-        raise SpecConfigError(f"The page '{path}' cannot be written: {error}") from error
 
 
 def _print_statistics(stats: dict[str, Any]) -> None:

@@ -94,14 +94,13 @@ def serve_command(
     spec = read_drafter(drafter or "auto", num_speculative_tokens, settings, target.drafters, offline)
     with _bound(host, port) as listening, num_threads(target.num_threads):
         loaded, tokenizer = target.load()
-        speculator = load_drafter(loaded, spec)
         manager = SpeculativeBatchingManager(
             loaded,
             batch_size=batch_size,
             max_tokens_in_flight=max_tokens_in_flight,
             tokenizer=tokenizer,
             max_new_tokens=max_new_tokens,
-            **({"spec_method": "off"} if speculator is None else {"assistant": speculator}),
+            **load_drafter(loaded, spec),
         )
         service = Service(manager, name or model, limits)
         address, port = listening.getsockname()[:2]

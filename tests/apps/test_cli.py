@@ -112,7 +112,7 @@ def test_drafters_in_all_spellings(tmp_path):
     assert read_drafter("org/head", offline=True)["local_files_only"] is True
     with pytest.raises(SpecConfigError, match="'fast' is no key=value"):
         read_drafter("ngram", None, ["fast"])
-    assert load_drafter(None, {"method": "off"}) is None
+    assert load_drafter(None, {"method": "off"}) == {"spec_method": "off"}
     with pytest.raises(SpecConfigError, match="Leave out num_speculative_tokens"):
         load_drafter(None, read_drafter("off", "3"))
 

@@ -12,7 +12,7 @@ from huggingface_hub import ModelCard, constants
 from typer.testing import CliRunner
 
 from hf_specdec import cli, demo
-from hf_specdec.bench import engine, figures, prompts, report
+from hf_specdec.bench import engine, prompts, report
 from hf_specdec.bench.decoders import Decoder, plain_decoder
 from hf_specdec.bench.engine import Call, Measurement
 from hf_specdec.bench.prompts import Batch, Prompt, read_prompts
@@ -115,7 +115,7 @@ def test_figures_of_known_calls():
     assert (row["identical"], row["same_texts"], row["num_texts"]) == (False, 3, 6)
     assert row["first_differences"] == {"two": 8}
     # Calls weigh by their size.
-    assert (figures.pooled([1, 27, 0], [10, 30, 0]), figures.pooled([0], [0])) == (0.7, None)
+    assert (report.pooled([1, 27, 0], [10, 30, 0]), report.pooled([0], [0])) == (0.7, None)
 
 
 @full

@@ -66,15 +66,11 @@ class RowUniforms:
 class RowKeys(NamedTuple):
     """Integers from which the numbers of rows follow: lists, or in a graph tensors `(R,)`.
 
-    Two ways to address a number:
-
-    - `at` by absolute position. For decisions made at most once per position: the token committed there, and the
-      ratio test of a chain's draft token there (a test after the first rejection of a cycle decides nothing, and the
-      position of the rejected token is committed in the same cycle).
-    - `for_nodes` by anchor position and node. Drafting must use these: a position may be drafted again in a later
-      cycle after the same tokens, and must not see the number of its first draft again, because that draft may
-      already have had an influence (on the draft length, for instance). Every cycle commits a token, so its anchor's
-      position is its own. Trees also need a number for each of the siblings at one position.
+    - `at` a position: for what is decided once there, the token that is committed and the test of a chain's draft
+      token. After the first rejection of a cycle tests decide nothing, and its position is committed in the cycle.
+    - `for_nodes` after an anchor: for drafts. A position may be drafted again after the same tokens, and must not see
+      the number of its first draft again, which may have had an influence, such as on the length. Every cycle has an
+      anchor of its own. Siblings have a number each.
     """
 
     seeds: RowNumbers  # their bits, as signed numbers

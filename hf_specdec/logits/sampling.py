@@ -66,7 +66,9 @@ class DraftSampler:
         logits = fit_width(logits, self.vocab_size)
         if logits.dim() > 2:
             # Of several positions at once the tokens in between are not known.
-            return torch.stack([self._without_tokens(row, scores) for row, scores in zip(rows, logits.float())])
+            stacks = [self.rows.group(row).draft_stack for row in rows]
+            pairs = zip(stacks, logits.float())
+            return torch.stack([scores if own.reads_tokens else own.all_nodes(scores) for own, scores in pairs])
         tail = torch.stack(drafted, dim=1) if drafted else logits.new_zeros((len(rows), 0), dtype=torch.long)
         texts = [torch.cat([text, new.to(text)]) for text, new in zip(map(self.rows.row, rows), tail)]
         if stack is not None:
@@ -76,10 +78,6 @@ class DraftSampler:
             for i, ((group, index), text) in enumerate(zip(map(self.rows.at, rows), texts))
         ]
         return torch.stack(scores)
-
-    def _without_tokens(self, row: int, scores: torch.Tensor) -> torch.Tensor:
-        stack = self.rows.group(row).draft_stack
-        return scores if stack.reads_tokens else stack.all_nodes(scores)
 
     def reads_tokens(self, rows: list[int]) -> bool:
         """Whether the scores of these rows depend on the tokens before them."""

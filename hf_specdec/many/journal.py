@@ -24,7 +24,8 @@ from ..reading import read_bytes
 from .row import RequestResult, TokenLogprobs, error_text
 
 
-# What is kept of a result's statistics.
+# What is kept of a result, beside its error and its log-probabilities, and of its statistics.
+_FIELDS = ("index", "num_prompt_tokens", "tokens", "text", "finish_reason")
 _COUNTS = ("num_drafts", "num_draft_tokens", "num_accepted_tokens", "num_committed_tokens", "num_row_cycles")
 
 
@@ -67,16 +68,8 @@ class Journal:
 
     def add(self, result: RequestResult, key: str | None) -> None:
         """Writes a result; `key` is that of its prompt and settings, if it could be read."""
-        entry = {
-            "index": result.index,
-            "key": key,
-            "num_prompt_tokens": result.num_prompt_tokens,
-            "tokens": result.tokens,
-            "text": result.text,
-            "finish_reason": result.finish_reason,
-            "error": error_text(result.error),
-            "stats": {name: getattr(result.stats, name) for name in _COUNTS},
-        }
+        entry = {name: getattr(result, name) for name in _FIELDS} | {"key": key, "error": error_text(result.error)}
+        entry["stats"] = {name: getattr(result.stats, name) for name in _COUNTS}
         if result.logprobs is not None:
             entry["logprobs"] = result.logprobs
         self._file.write(json.dumps(entry).encode() + b"\n")
@@ -125,15 +118,8 @@ def _result_of(entry: dict[str, Any]) -> RequestResult:
             raise ValueError(f"{len(logprobs)} log-probabilities of {len(tokens)} tokens")
     if wrong := [number for number in numbers if type(number) is not int]:
         raise ValueError(f"{shown(wrong[0])} is no whole number")
-    return RequestResult(
-        index=entry["index"],
-        tokens=tokens,
-        text=entry["text"],
-        finish_reason=entry["finish_reason"],
-        num_prompt_tokens=entry["num_prompt_tokens"],
-        stats=SpecDecodingStats(batch_size=1, **counts),
-        logprobs=logprobs,
-    )
+    stats = SpecDecodingStats(batch_size=1, **counts)
+    return RequestResult(**{name: entry[name] for name in _FIELDS}, stats=stats, logprobs=logprobs)
 
 
 def key_of(tokens: list[int], settings: dict[str, Any]) -> str:

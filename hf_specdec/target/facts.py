@@ -27,28 +27,25 @@ _COUNT_SLOTS = {
     "roformer": "it turns all rows alike",
 }
 
-_KEEPS_STATE = "keeps its recurrent state in its modules, not in a cache of transformers"
-
 # Models that no cache of transformers is enough for.
 _UNSUPPORTED = {
-    **dict.fromkeys(("minimax", "recurrent_gemma", "rwkv", "xlstm"), _KEEPS_STATE),
+    **dict.fromkeys(
+        ("minimax", "recurrent_gemma", "rwkv", "xlstm"),
+        "keeps its recurrent state in its modules, not in a cache of transformers",
+    ),
+    **dict.fromkeys(("flaubert", "xlm"), "keeps no key/value cache, and reads the whole text again in every forward"),
+    **dict.fromkeys(("dory", "inkling2_loop_text"), "runs layers in loops over cache layers that it makes itself"),
+    **dict.fromkeys(("dia", "musicgen_decoder", "musicgen_melody_decoder"), "writes several streams of audio codes"),
     "blt": "groups bytes into patches by what one forward reads, so its logits depend on how the text is cut",
     "cpmant": "reads the whole text again in every forward and places a learned prompt in front of it",
     "deepseek_v4": "compresses the keys of many tokens into one, which cannot be cut back to the accepted ones",
     "glm5_next_text": "pools keys by their places in the whole buffers of its cache, by a mask of two dimensions",
     "git": "keeps image slots in front of the padding, which its mask does not cover",
     "qwen4_exp_text": "remembers the last tokens for its n-grams beside its recurrent state",
-    "dory": "runs layers in loops over cache layers that it makes itself",
-    "dia": "writes several streams of audio codes",
     "fsmt": "has no mask for several tokens after its cache",
-    "flaubert": "keeps no key/value cache, and reads the whole text again in every forward",
-    "inkling2_loop_text": "runs layers in loops over cache layers that it makes itself",
-    "musicgen_decoder": "writes several streams of audio codes",
-    "musicgen_melody_decoder": "writes several streams of audio codes",
     "prophetnet": "continues from its cache by one token at a time",
     "t5gemma2_decoder": "attends to its text and to its source under one mask, which it makes itself",
     "unlimited_ocr_text": "keeps its prompt apart from a window of the last tokens, in cache layers of its own",
-    "xlm": "keeps no key/value cache, and reads the whole text again in every forward",
 }
 
 _SPAN_OF_LAYER_TYPE = {

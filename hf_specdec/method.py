@@ -101,6 +101,11 @@ class Training(NamedTuple):
     recipe: str
     options: type
 
+    @property
+    def recipe_class(self) -> type:
+        """The recipe, imported on first use."""
+        return self.method.load(self.recipe)
+
 
 def trainings() -> dict[str, Training]:
     """All kinds of drafters that can be trained, by name; most are called like their methods."""

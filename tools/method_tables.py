@@ -17,7 +17,6 @@ from hf_specdec.hub import trust
 from hf_specdec.method import Method, built_in_methods, preferred_methods, trainings
 from hf_specdec.settings import describe_settings, option_fields
 from hf_specdec.training.arguments import DraftTrainingArguments
-from hf_specdec.training.run import recipes
 from tools import benchmark_pages, support_tables
 from tools.command_tables import commands, options_table
 
@@ -146,11 +145,11 @@ def real_model() -> str:
 
 def recipes_table() -> str:
     rows = ["| method | trains | options |", "|---|---|---|"]
-    for name, recipe in recipes().items():
+    for name, training in trainings().items():
         # Every method has that one.
-        options = [each for each in options_of(recipe) if each[0].name != "kl_weight"]
+        options = [each for each in options_of(training.options) if each[0].name != "kl_weight"]
         flags = [f"`{'/'.join(flags_of(item, kind))}`" for item, kind in options]
-        rows.append(f"| `{name}` | {trainings()[name].noun} | {', '.join(flags)} |")
+        rows.append(f"| `{name}` | {training.noun} | {', '.join(flags)} |")
     return "\n".join(rows)
 
 

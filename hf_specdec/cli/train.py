@@ -70,7 +70,7 @@ def train_command(
 ) -> None:
     """Trains a draft; the help of each sub-command is [`_help`]."""
     from ..machine import num_threads
-    from ..training.run import TrainingRun, make_recipe
+    from ..training.run import TrainingRun
 
     method = context.info_name
     if model.startswith("-") or data.startswith("-"):
@@ -82,7 +82,7 @@ def train_command(
     arguments, given = _parsed(method, [*context.args[len(more) :], "--output_dir", str(output), *use_cpu])
     # All that can be checked without the target is checked before it is loaded.
     text = TextOptions((data, *more), **{name: given.pop(name) for name in _names(TextOptions) if name in given})
-    run = TrainingRun(make_recipe(method, given), text, arguments)
+    run = TrainingRun(trainings()[method].recipe_class(**given), text, arguments)
     target = Target(model, dtype, str(arguments.device), trust_remote_code, offline, yes)
     # Trainer prints its logs to standard output.
     with num_threads(target.num_threads), redirect_stdout(sys.stderr):

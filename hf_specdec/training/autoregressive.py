@@ -21,7 +21,7 @@ import torch
 
 from ..target.masks import FULL, Span
 from .reading import IGNORED, GrowingCache, Reading
-from .recipe import Recipe, best_tokens, no_loss
+from .recipe import Recipe, best_tokens
 
 
 class AutoregressiveRecipe(Recipe):
@@ -37,19 +37,14 @@ class AutoregressiveRecipe(Recipe):
     target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
     num_drafts = 4
 
-    def step_loss(
-        self, network: Any, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
-        """Completes the mean loss of a step's tokens, by the states `(N, h)` that the network feeds back and the
-        target's last states `(N, H)` that they stand for.
-        """
+    def step_loss(self, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Completes the loss of a step by states `(N, h)` fed back, and the target's `(N, H)` that they stand for."""
         return token_loss
 
-    def loss(self, network: Any, reading: Reading) -> torch.Tensor:
-        total = no_loss(network)
+    def losses(self, network: Any, reading: Reading) -> Iterator[torch.Tensor]:
         anchors = reading.cycle_anchors()
         if not anchors.numel():
-            return total
+            return
         states = _fused(network, reading, anchors)
         states = states + self.noise * (torch.rand_like(states) - 0.5) if self.noise else states
         weights = self.head_decay ** torch.arange(self.ttt_steps, dtype=torch.float32)
@@ -70,9 +65,7 @@ class AutoregressiveRecipe(Recipe):
                     num_logits,
                     token_ids=network.token_ids,
                 )
-                loss = self.step_loss(network, fed[counting], loss, reading.flat_states()[places])
-                total = total + weights[step] * loss
-        return total
+                yield weights[step] * self.step_loss(fed[counting], loss, reading.flat_states()[places])
 
     def drafts(self, network: Any, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
         states = _fused(network, reading, anchors)
@@ -89,15 +82,13 @@ def _fused(network: Any, reading: Reading, anchors: torch.LongTensor) -> torch.T
 
 def walk_cycles(
     network: Any,
-    tokens: torch.LongTensor,
-    states: torch.Tensor,
+    tokens: torch.LongTensor,  # (B, T)
+    states: torch.Tensor,  # (B, T, h), fused
     anchors: torch.LongTensor,
     num_steps: int,
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Walks through the cycles at the anchors `(B, C)` of rows of tokens `(B, T)` with fused states `(B, T, h)`:
-    yields for each step both outputs `(B, C, h)` of the network. Steps that lead out of a row mean nothing.
-    """
-    # Later entries are seen by no anchor.
+    """Yields both outputs `(B, C, h)` of the network for each step of the cycles at anchors `(B, C)` of rows."""
+    # Steps that lead out of a row mean nothing. Later entries are seen by no anchor.
     width = int(anchors.max()) + 1
     cache, seen = GrowingCache(), torch.arange(width, device=tokens.device)
     causal = None

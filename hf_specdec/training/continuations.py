@@ -23,9 +23,8 @@ if TYPE_CHECKING:
 
 
 def draw_prompts(documents: Dataset, count: int, length: int, seed: int) -> list[list[int]]:
-    """Draws beginnings for the target to continue, of up to half of the `length` tokens of a row: of a chat all that
-    comes before its last answer, of a text a piece. No chat is drawn again before all have been.
-    """
+    """Draws prompts of up to half of `length` tokens: of a chat all before its last answer, of a text a piece."""
+    # No chat is drawn again before all have been.
     choose = random.Random(seed)
     texts, prompt_lengths = list(documents["tokens"]), list(documents["prompt_length"])
     weights = [length if prompt_length else len(tokens) for tokens, prompt_length in zip(texts, prompt_lengths)]
@@ -50,30 +49,22 @@ def continue_prompts(
     prompts: Sequence[Sequence[int]],
     length: int,
     *,
-    sampled_share: float = 0.5,
+    sampled_share: float = 0.5,  # of the batches, the others are greedy
     temperature: float = 0.8,
-    max_new_tokens: int | None = None,
+    max_new_tokens: int | None = None,  # long continuations repeat themselves more, and more prompts teach more
     batch_size: int = 32,
     show_progress: bool = False,
 ) -> list[dict[str, Any]]:
-    """Continues prompts with the target to rows of at most `length` tokens, or to its end-of-sequence token: rows as
-    in `text.py`, in the order of the prompts' lengths.
-
-    A `sampled_share` of the batches is sampled at `temperature`, the others are greedy. `max_new_tokens` limits
-    continuations: long ones repeat themselves more, and more prompts teach more.
-    """
+    """Continues prompts with the target to rows of at most `length` tokens, in the order of the prompts' lengths."""
     # Prompts of similar length together.
     prompts = sorted(prompts, key=len)
-    rows, due = [], 0.0
+    rows: list[dict[str, Any]] = []
     with tqdm(desc="target's continuations", total=len(prompts), disable=not show_progress) as bar:
-        for start in range(0, len(prompts), batch_size):
+        for number, start in enumerate(range(0, len(prompts), batch_size)):
             chosen = prompts[start : start + batch_size]
-            due += sampled_share
-            sampled = due >= 1.0
-            due -= sampled
-            sampling = {"do_sample": True, "temperature": temperature} if sampled else {"do_sample": False}
-            room = length - len(chosen[0])
-            most = room if max_new_tokens is None else min(room, max_new_tokens)
+            is_sampled = int((number + 1) * sampled_share) > int(number * sampled_share)
+            sampling = {"do_sample": True, "temperature": temperature} if is_sampled else {"do_sample": False}
+            most = min(length - len(chosen[0]), max_new_tokens or length)
             for prompt, answer in zip(chosen, _continuations(target, chosen, most, sampling)):
                 rows.append({"tokens": [*prompt, *answer][:length], "prompt_length": len(prompt)})
             bar.update(len(chosen))

@@ -8,13 +8,14 @@ section 2.2.1). Shapes as in `recipe.py`.
 from __future__ import annotations
 
 from abc import abstractmethod
+from collections.abc import Iterator
 from typing import ClassVar
 
 import torch
 from torch import nn
 
 from .reading import IGNORED, Reading
-from .recipe import Recipe, draft_loss, no_loss, sum_over_chunks
+from .recipe import Recipe
 
 
 class HeadsRecipe(Recipe):
@@ -30,27 +31,25 @@ class HeadsRecipe(Recipe):
     def draft_logits(self, network: nn.Module, reading: Reading, positions: torch.LongTensor) -> torch.Tensor:
         """The logits `(K, N, V)` of the cycles that begin at the positions `(N,)` of the flattened batch."""
 
-    def loss(self, network: nn.Module, reading: Reading) -> torch.Tensor:
-        labels = torch.stack([reading.next_tokens(2 + draft).flatten() for draft in range(self.num_drafts)])
-        positions = (labels != IGNORED).any(0).nonzero()[:, 0]
-        if not len(positions):
-            return no_loss(network)
+    def losses(self, network: nn.Module, reading: Reading) -> Iterator[torch.Tensor | float]:
+        labels = [reading.next_tokens(2 + draft).flatten() for draft in range(self.num_drafts)]
+        labels = torch.stack(labels, dim=1)
+        positions = (labels != IGNORED).any(1).nonzero()[:, 0]
         if self.max_positions is not None and len(positions) > self.max_positions:
             chosen = torch.randperm(len(positions), device=positions.device)[: self.max_positions]
             positions = positions[chosen.sort().values]
-        labels = labels[:, positions]
-        weights = self.head_decay ** torch.arange(self.num_drafts, device=labels.device)
-        weights = weights / weights.sum() / (labels != IGNORED).sum(1).clamp(min=1)
-
-        def chunk_loss(rows: slice) -> torch.Tensor:
-            logits = self.draft_logits(network, reading, positions[rows])
-            target_logits = None
-            if self.kl_weight:
-                target_logits = reading.target_logits(self.drafted_from(positions[rows], reading))
-            losses = draft_loss(logits, labels[:, rows], target_logits, self.kl_weight)
-            return (weights * losses.sum(1)).sum()
-
-        return sum_over_chunks(chunk_loss, len(positions), self.num_drafts * reading.vocab_size)
+        labels = labels[positions]
+        counts = labels != IGNORED
+        decay = self.head_decay ** torch.arange(self.num_drafts, device=labels.device)
+        yield self.token_loss(
+            reading,
+            lambda places: self.draft_logits(network, reading, places).movedim(0, 1),
+            positions,
+            labels,
+            self.drafted_from(positions, reading).T,
+            self.num_drafts * reading.vocab_size,
+            weights=counts * decay / counts.sum(0).clamp(min=1),
+        )
 
     def drafts(self, network: nn.Module, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
         rows = torch.arange(len(anchors), device=anchors.device)[:, None]

@@ -25,25 +25,8 @@ from ..target_facts import num_embeddings
 IGNORED = -100
 
 
-@dataclass(frozen=True)
-class Rows:
-    """A batch of rows, padded at their ends.
-
-    Those of the tokens `(B, T)` are `counted` that a draft is to predict: not those of a prompt that the target
-    continued, and no padding; by default all. `index`, `(B,)`, are the rows' places among all that are trained on.
-    """
-
-    tokens: torch.LongTensor
-    counted: torch.BoolTensor = None
-    index: torch.LongTensor | None = None
-
-    def __post_init__(self) -> None:
-        if self.counted is None:
-            object.__setattr__(self, "counted", torch.ones_like(self.tokens, dtype=torch.bool))
-
-
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """Makes the fields of [`Rows`] of records, see `text.py`."""
+    """Makes a batch, the arguments of [`TargetReader.read`], of the records of `text.py`, padded at their ends."""
     tokens = [torch.as_tensor(row["tokens"], dtype=torch.long) for row in rows]
     counted = [torch.arange(len(row["tokens"])) >= row["prompt_length"] for row in rows]
     batch = {"tokens": pad_sequence(tokens, batch_first=True), "counted": pad_sequence(counted, batch_first=True)}
@@ -54,7 +37,8 @@ def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 class Reading:
     """Rows that the target has read: its hidden states, each `(B, T, H)`, and its lm_head."""
 
-    tokens: torch.LongTensor
+    tokens: torch.LongTensor  # (B, T)
+    # (B, T): those that a draft is to predict, not those of a prompt that the target continued, and no padding.
     counted: torch.BoolTensor
     states: dict[int | str, torch.Tensor] = field(default_factory=dict)
     head: nn.Module | None = None
@@ -90,9 +74,7 @@ class Reading:
         return self.next_tokens(2).gather(1, anchors) != IGNORED
 
     def labels_at(self, anchors: torch.LongTensor, count: int) -> torch.LongTensor:
-        """The first `count` tokens that the cycles at the anchors are to draft, `(count, B, C)`: -100 where there is
-        none, it does not count, or no cycle begins.
-        """
+        """The first tokens that cycles at the anchors are to draft, `(count, B, C)`; -100 where none is or counts."""
         labels = torch.stack([self.next_tokens(2 + draft).gather(1, anchors) for draft in range(count)])
         return labels.masked_fill(~self.begins_at(anchors), IGNORED)
 
@@ -113,41 +95,44 @@ class GrowingCache:
 
 
 class TargetReader:
-    """Reads batches with the frozen target, if a recipe needs any of its states, see [`captured_states`].
-
-    One that `keeps` holds the states of rows that have an index in the host's memory, and reads none of them again.
-    """
+    """Reads batches with the frozen target, if a recipe needs any of its states, see [`captured_states`]."""
 
     def __init__(self, target: PreTrainedModel | None, states: tuple[int | str, ...], keeps: bool = False):
         self.target = target
         self.states = states
+        # Of rows that have an index, if it keeps them: these are not read again.
         self._kept: dict[int, dict[int | str, torch.Tensor]] | None = {} if keeps else None
         if states:
             target.requires_grad_(False).eval()
 
     @torch.no_grad()
-    def read(self, rows: Rows) -> Reading:
+    def read(
+        self,
+        tokens: torch.LongTensor,
+        counted: torch.BoolTensor | None = None,  # by default all
+        index: torch.LongTensor | None = None,  # (B,), the rows' places among all that are trained on
+    ) -> Reading:
+        """Reads rows of tokens `(B, T)`."""
+        counted = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
         if not self.states:
-            return Reading(rows.tokens, rows.counted)
-        kept_states = {} if self._kept is None else self._kept
-        index = [] if self._kept is None or rows.index is None else rows.index.tolist()
-        if index and kept_states.keys() >= set(index):
+            return Reading(tokens, counted)
+        rows = [] if self._kept is None or index is None else index.tolist()
+        if rows and self._kept.keys() >= set(rows):
             states = {}
             for key in self.states:
-                kept = [kept_states[row][key] for row in index]
                 # Batches are as wide as their longest row.
-                kept = [F.pad(state, (0, 0, 0, rows.tokens.shape[1] - len(state))) for state in kept]
-                states[key] = torch.stack(kept).to(rows.tokens.device)
+                kept = [self._kept[row][key][: tokens.shape[1]] for row in rows]
+                states[key] = pad_sequence(kept, batch_first=True).to(tokens.device)
         else:
             # In its own dtype, whatever the draft trains in.
             with (
                 captured_states(self.target, self.states) as states,
-                torch.autocast(rows.tokens.device.type, enabled=False),
+                torch.autocast(tokens.device.type, enabled=False),
             ):
-                self.target.get_decoder()(input_ids=rows.tokens, use_cache=False)
-            for place, row in enumerate(index):
-                kept_states[row] = {key: state[place].cpu() for key, state in states.items()}
-        return Reading(rows.tokens, rows.counted, states, self.target.get_output_embeddings())
+                self.target.get_decoder()(input_ids=tokens, use_cache=False)
+            for place, row in enumerate(rows):
+                self._kept[row] = {key: state[place].cpu() for key, state in states.items()}
+        return Reading(tokens, counted, states, self.target.get_output_embeddings())
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -25,7 +25,7 @@ from transformers import PreTrainedModel
 
 from ..errors import SpecConfigError
 from .options import Options
-from .reading import IGNORED, Reading, Rows, TargetReader, check_plain_head
+from .reading import IGNORED, Reading, TargetReader, check_plain_head
 
 
 # Logits of one chunk of positions: small enough for the allocator to reuse their memory.
@@ -50,9 +50,7 @@ class Acceptance:
 
 
 class Recipe(Options, ABC):
-    """A method's network, loss and measure. Recipes are dataclasses of their options, which are checked by themselves;
-    `check` then holds them against a target before anything is trained.
-    """
+    """A method's network, losses and checkpoint: a dataclass of its options, which `check` holds against a target."""
 
     method: ClassVar[str]  # as `spec_method` names it
     weight_decay: ClassVar[float] = 0.0  # by default
@@ -98,61 +96,65 @@ class Recipe(Options, ABC):
     def prepare(self, network: nn.Module, target: PreTrainedModel, tokens: torch.LongTensor) -> None:
         """Takes what a new network needs from the tokens `(N,)` that it is trained on; by default nothing."""
 
-    @abstractmethod
     def loss(self, network: nn.Module, reading: Reading) -> torch.Tensor:
-        """The scalar loss of a batch, which depends on all trained parameters, see [`no_loss`]."""
+        """The scalar loss of a batch."""
+        # Every process must take part in a step with all parameters, also with rows in which nothing counts.
+        nothing = sum(parameter.sum() for parameter in network.parameters() if parameter.requires_grad) * 0.0
+        return sum(self.losses(network, reading), start=nothing)
 
+    @abstractmethod
+    def losses(self, network: Any, reading: Reading) -> Iterator[torch.Tensor | float]:
+        """The parts of the loss of a batch, those of its tokens by `token_loss`."""
+
+    # The cycle of position t knows the tokens up to t + 1, the target's own, and drafts those at t + 2, t + 3, ... The
+    # tokens drafted before one may be the text's: it counts only after right ones.
     @abstractmethod
     def drafts(self, network: Any, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
-        """The candidates `(K, R, B, C)`, the best first and by the target's ids, in the cycles at the anchors `(B,
-        C)`. The cycle of position t knows the tokens up to t + 1 (the target's own) and drafts those at t + 2, t + 3,
-        ... The tokens drafted before one may be the text's: it counts only after right ones.
-        """
+        """The candidates `(K, R, B, C)` of cycles at anchors `(B, C)`, the best first and by the target's ids."""
 
     def save(self, network: nn.Module, folder: Path, dtype: torch.dtype = torch.bfloat16, **about: Any) -> None:
-        """Writes the network in its method's public format and the dtype; the network itself stays as it is. `about`
-        is what the checkpoint may tell or hold besides: `target_name`, `tokenizer`, `acceptance`.
-        """
+        """Writes a copy in the dtype, with what it may tell `about` it: `target_name`, `tokenizer`, `acceptance`."""
         self.write(copy.deepcopy(network).to(dtype), folder, **about)
 
     def write(self, network: Any, folder: Path, **about: Any) -> None:
-        """Writes the copy that `save` has made; the other arguments are those of `save`."""
+        """Writes the copy that `save` has made in the method's public format."""
         network.save(folder)
 
     def token_loss(
         self,
         reading: Reading,
-        logits: Callable[[torch.Tensor], torch.Tensor],
-        output: torch.Tensor,
-        labels: torch.LongTensor,
-        places: torch.LongTensor,
-        num_logits: int,
-        weights: torch.Tensor | None = None,
-        token_ids: torch.LongTensor | None = None,
-    ) -> torch.Tensor:
-        """The weighted mean loss of the tokens that a network predicts at N places. `logits` computes those `(n, U)`
-        of rows of `output` `(N, h)`. The `labels` `(N,)` are the draft's ids, of which `token_ids` `(U,)` are the
-        target's where they differ, and the `places` `(N,)` where the target predicts them in the flattened batch.
-        """
-        weights = torch.ones(len(labels), device=labels.device) if weights is None else weights
+        logits: Callable[[torch.Tensor], torch.Tensor],  # of some of the inputs, (n, ..., U)
+        inputs: torch.Tensor,  # (N, ...)
+        labels: torch.LongTensor,  # (N, ...), the draft's ids; -100 where none counts
+        places: torch.LongTensor,  # (N, ...), in the flattened batch: where the target predicts them
+        num_logits: int,  # of an input
+        weights: torch.Tensor | None = None,  # (N, ...)
+        token_ids: torch.LongTensor | None = None,  # (U,), the target's of the draft's ids where they differ
+    ) -> torch.Tensor | float:
+        """The weighted mean loss of the tokens that a network predicts from N inputs."""
+        if not len(labels):
+            return 0.0
+        weights = torch.ones(labels.shape, device=labels.device) if weights is None else weights
 
         def chunk_loss(part: slice) -> torch.Tensor:
             target_logits = None
             if self.kl_weight:
-                target_logits = reading.target_logits(places[part]).to(output.device)
-                target_logits = target_logits if token_ids is None else target_logits[:, token_ids]
-            losses = draft_loss(logits(output[part]), labels[part], target_logits, self.kl_weight)
+                target_logits = reading.target_logits(places[part]).to(inputs.device)
+                target_logits = target_logits if token_ids is None else target_logits[..., token_ids]
+            losses = draft_loss(logits(inputs[part]), labels[part], target_logits, self.kl_weight)
             return (weights[part] * losses).sum()
 
         return sum_over_chunks(chunk_loss, len(labels), num_logits) / weights.sum()
 
     @torch.no_grad()
-    def measure(self, network: nn.Module, reader: TargetReader, batches: Iterable[Rows]) -> Acceptance:
+    def measure(
+        self, network: nn.Module, reader: TargetReader, batches: Iterable[Mapping[str, torch.Tensor]]
+    ) -> Acceptance:
         """Measures the draft's acceptance on held-out batches."""
         committed = cycles = 0
         right = seen = torch.zeros(())
-        for rows in batches:
-            reading = reader.read(rows)
+        for batch in batches:
+            reading = reader.read(**batch)
             anchors = reading.cycle_anchors()
             if not anchors.numel():
                 continue
@@ -186,12 +188,9 @@ def sum_over_chunks(chunk_loss: Callable[[slice], torch.Tensor], count: int, log
 def draft_loss(
     logits: torch.Tensor, labels: torch.LongTensor, target_logits: torch.Tensor | None, kl_weight: float
 ) -> torch.Tensor:
-    """Computes `(1 - kl_weight)` times the cross-entropy of the labels `(...)` plus `kl_weight` times KL(target ||
-    draft), of logits `(..., V)` each, per position; 0 where a label is -100.
-
-    Autocast decides about the dtype: on a GPU it takes the logarithms in float32; on a CPU it leaves them in bfloat16,
-    which is twice as fast, and the rounding is small beside the noise of a batch.
-    """
+    """Mixes cross-entropy of labels `(...)` and KL(target || draft) by logits `(..., V)`; 0 where a label is -100."""
+    # Autocast decides about the dtype: on a GPU it takes the logarithms in float32; on a CPU it leaves them in
+    # bfloat16, which is twice as fast, and the rounding is small beside the noise of a batch.
     log_probs = logits.log_softmax(-1)
     losses = 0.0
     if kl_weight < 1:
@@ -210,10 +209,3 @@ def best_tokens(logits: Callable[[torch.Tensor], torch.Tensor], output: torch.Te
     """Returns the most probable tokens `(...)` of outputs `(..., h)`, with the logits of few at a time."""
     best = [logits(rows).argmax(-1) for rows in output.flatten(0, -2).split(512)]
     return torch.cat(best).view(output.shape[:-1])
-
-
-def no_loss(network: nn.Module) -> torch.Tensor:
-    """Returns a loss of 0 that depends on all trained parameters: every process must take part in a step, also with
-    rows in which nothing counts.
-    """
-    return sum(parameter.sum() for parameter in network.parameters() if parameter.requires_grad) * 0.0

@@ -9,8 +9,7 @@ The recipes are those that the methods' descriptors name.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,12 +17,10 @@ from accelerate.utils import gather_object
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from ..errors import SpecConfigError
-from ..method import trainings
 from ..target_facts import quantisation
 from .arguments import DraftTrainingArguments
 from .continuations import continue_prompts, draw_prompts
 from .options import RESULT_FILE, TextOptions
-from .reading import TargetReader
 from .recipe import Recipe
 from .text import datasets_library, find_sources, learned_tokens, load_documents, pack, rows_of, split
 from .trainer import DraftTrainer
@@ -35,25 +32,6 @@ if TYPE_CHECKING:
 # What a resumed run must have in common with the one that it continues.
 SETTINGS_FILE = "training_settings.json"
 CONTINUATIONS_FILE = "continuations.parquet"
-
-
-def recipes() -> dict[str, type[Recipe]]:
-    """Imports the recipes, by name."""
-    return {name: training.method.load(training.recipe) for name, training in trainings().items()}
-
-
-def make_recipe(method: str, options: Mapping[str, Any]) -> Recipe:
-    """Makes the recipe of this name with some of its options."""
-    by_name = recipes()
-    if method not in by_name:
-        raise SpecConfigError(f"There is no training recipe for '{method}'. There is one for: {', '.join(by_name)}.")
-    names = {name: {item.name for item in fields(recipe)} for name, recipe in by_name.items()}
-    for option_name in options:
-        if option_name not in names[method]:
-            owners = " and ".join(name for name in by_name if option_name in names[name])
-            hint = f" It is for {owners}." if owners else ""
-            raise SpecConfigError(f"`{option_name}` is no option of the recipe for {method}.{hint}")
-    return by_name[method](**options)
 
 
 @dataclass(frozen=True)
@@ -146,8 +124,7 @@ class TrainingRun:
         rows = rows.add_column("index", range(len(rows)))
         learned = learned_tokens(rows)
         recipe.prepare(network, target, learned)
-        reader = TargetReader(target, recipe.states_for(network), keeps=arguments.keep_states)
-        trainer = DraftTrainer(recipe, network, reader, arguments, rows, held_out)
+        trainer = DraftTrainer(recipe, network, target, arguments, rows, held_out)
         before = trainer.measure(held_out)
         self._write(SETTINGS_FILE, self._settings())
         trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint or self._last_checkpoint())

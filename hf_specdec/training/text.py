@@ -6,10 +6,9 @@ comes before its last answer, of a row what no draft has to predict.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -29,13 +28,6 @@ BUILDERS = {
     **dict.fromkeys((".jsonl", ".json"), "json"),
     **{".parquet": "parquet", ".csv": "csv"},
 }
-
-
-class Source(NamedTuple):
-    """Files of one kind, or a data set of the Hub."""
-
-    name: str
-    arguments: dict[str, Any]  # of `load_dataset`
 
 
 def datasets_library() -> Any:
@@ -64,18 +56,18 @@ def _features() -> Any:
     return datasets.Features(tokens=[datasets.Value("int32")], prompt_length=datasets.Value("int32"))
 
 
-def find_sources(data: Sequence[str]) -> list[Source]:
-    """Finds the files and data sets that `data` names, without reading any."""
+def find_sources(data: Sequence[str]) -> list[tuple[str, dict[str, Any]]]:
+    """Finds the files and data sets that `data` names, without reading any: for each the arguments of its reading."""
     datasets_library()
     if not data:
         raise SpecConfigError("There is no training data. Name files, folders or data sets.")
-    sources: list[Source] = []
+    sources: list[tuple[str, dict[str, Any]]] = []
     for name in data:
         path, (location, _, split) = Path(name), name.partition(":")
         if not path.exists():
             if Path(location).suffix in BUILDERS or location.startswith((".", "/", "~")) or location.count("/") > 1:
                 raise SpecConfigError(f"There is no file or folder '{name}'.")
-            sources.append(Source(name, {"path": location, "split": split or "train"}))
+            sources.append((name, {"path": location, "split": split or "train"}))
             continue
         files = sorted(path.rglob("*")) if path.is_dir() else [path]
         files = [file for file in files if file.suffix in BUILDERS and file.is_file()]
@@ -85,7 +77,7 @@ def find_sources(data: Sequence[str]) -> list[Source]:
             of_kind = [str(file) for file in files if BUILDERS[file.suffix] == builder]
             arguments = {"path": builder, "data_files": of_kind, "split": "train"}
             # A file of text is one document.
-            sources.append(Source(name, arguments | ({"sample_by": "document"} if builder == "text" else {})))
+            sources.append((name, arguments | ({"sample_by": "document"} if builder == "text" else {})))
     return sources
 
 
@@ -96,48 +88,30 @@ def load_documents(
     max_tokens: int | None = None,
     takes_prompts: bool = False,
 ) -> Dataset:
-    """Reads and tokenises files (.txt, .md, .py: one document each; .jsonl, .json, .parquet, .csv: one per record),
-    folders of such files, and data sets by their ids, whose split may follow a colon (`name:train`). Nothing that they
-    hold is executed.
-
-    Of records a `column` is read, text, or a chat as a list of messages; by default the first that they have of
-    messages, conversations, text, content, and where it `takes_prompts` of the fields of prompts alone. With
-    `max_tokens` data sets are streamed, up to the document that reaches so many tokens, and not downloaded as a whole.
-    """
+    """Reads and tokenises the texts and chats of files and data sets, up to the one that reaches `max_tokens`."""
     datasets = datasets_library()
     columns = [column] if column else [*WHOLE_FIELDS, *(PROMPT_FIELDS if takes_prompts else ())]
     parts, room = [], max_tokens
-    for source in find_sources(data):
-        how = {"tokenizer": tokenizer, "columns": columns, "name": source.name}
-        with _as_config_error(source.name):
-            if room is None:
-                records = datasets.load_dataset(**source.arguments)
-                how_kept = {"remove_columns": records.column_names, "features": _features()}
-                part = records.map(_tokenised, batched=True, with_indices=True, fn_kwargs=how, **how_kept)
-            else:
-                stream = datasets.load_dataset(**source.arguments, streaming=True)
-                part = _first(stream.map(_tokenised, batched=True, with_indices=True, fn_kwargs=how), room)
-                room -= sum(map(len, part["tokens"]))
-        parts.append(part)
-        if room is not None and room <= 0:
+    for name, arguments in find_sources(data):
+        try:
+            parts.append(_read(arguments, room, {"tokenizer": tokenizer, "columns": columns, "name": name}))
+        except SpecDecError:
+            raise
+        except (OSError, ValueError, RecursionError, datasets.exceptions.DatasetsError) as error:
+            raise SpecConfigError(f"'{name}' cannot be read: {error.__cause__ or error}") from error
+        if room is not None and (room := room - sum(map(len, parts[-1]["tokens"]))) <= 0:
             break
     return datasets.concatenate_datasets(parts).filter(bool, input_columns="tokens")
 
 
-@contextmanager
-def _as_config_error(name: str) -> Iterator[None]:
-    try:
-        yield
-    except SpecDecError:
-        raise
-    except (OSError, ValueError, RecursionError, datasets_library().exceptions.DatasetsError) as error:
-        raise SpecConfigError(f"'{name}' cannot be read: {error.__cause__ or error}") from error
-
-
-def _first(documents: Any, max_tokens: int) -> Dataset:
-    """Takes as many of the streamed documents as have `max_tokens` tokens."""
+def _read(arguments: Mapping[str, Any], max_tokens: int | None, how: dict[str, Any]) -> Dataset:
+    """The documents of a source; of some of them no more is downloaded than they need."""
+    tokenising = {"function": _tokenised, "batched": True, "with_indices": True, "fn_kwargs": how}
+    records = datasets_library().load_dataset(**arguments, streaming=max_tokens is not None)
+    if max_tokens is None:
+        return records.map(**tokenising, remove_columns=records.column_names, features=_features())
     taken, count = [], 0
-    for document in documents:
+    for document in records.map(**tokenising):
         taken.append({name: document[name] for name in _features()})
         count += len(document["tokens"])
         if count >= max_tokens:

@@ -16,12 +16,12 @@ from accelerate.utils import broadcast
 from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.utils.data import DataLoader, Sampler
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState
-from transformers.trainer_pt_utils import get_length_grouped_indices
+from transformers import PreTrainedModel, Trainer, TrainerCallback, TrainerControl, TrainerState
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from ..errors import SpecConfigError, SpecDecError
 from .arguments import DraftTrainingArguments
-from .reading import Rows, TargetReader, collate
+from .reading import TargetReader, collate
 from .recipe import Acceptance, Recipe
 
 
@@ -36,7 +36,7 @@ class DraftTrainer(Trainer):
         self,
         recipe: Recipe,  # the loss and the measure
         network: nn.Module,  # in float32
-        reader: TargetReader,  # gives the hidden states that both need
+        target: PreTrainedModel | None,  # gives the hidden states that both need, if they do
         arguments: DraftTrainingArguments,  # completed by the recipe
         # To train on, see `text.py`, or any data set whose items `data_collator` makes batches of; to measure on.
         rows: Dataset | torch.utils.data.Dataset | None = None,
@@ -45,14 +45,14 @@ class DraftTrainer(Trainer):
     ):
         self.recipe = recipe
         self.network = network
-        self.reader = reader
+        self.reader: TargetReader = TargetReader(target, recipe.states_for(network), keeps=arguments.keep_states)
         if arguments.weight_decay is None:
             arguments.weight_decay = recipe.weight_decay
         if arguments.muon is None:
             arguments.muon = recipe.muon and hasattr(torch.optim, "Muon") and arguments.optim == type(arguments).optim
         data = {"data_collator": collate, "train_dataset": rows, "eval_dataset": held_out}
         try:
-            super().__init__(_Objective(recipe, network, reader), arguments, **data | further)
+            super().__init__(_Objective(recipe, network, self.reader), arguments, **data | further)
         except (ImportError, RuntimeError, ValueError) as error:
             raise SpecConfigError(f"The training cannot begin: {error}") from error
         if arguments.max_minutes is not None:
@@ -74,7 +74,7 @@ class DraftTrainer(Trainer):
         """Measures the acceptance on all rows, in every process, so that all know the figures."""
         self.network.eval()
         batches = DataLoader(rows, batch_size=self.args.eval_batch_size, collate_fn=collate)
-        return self.recipe.measure(self.network, self.reader, (Rows(**self._prepare_inputs(each)) for each in batches))
+        return self.recipe.measure(self.network, self.reader, map(self._prepare_inputs, batches))
 
     def evaluate(
         self,
@@ -118,34 +118,23 @@ class _Objective(nn.Module):
         self.network = network
         self._recipe, self._reader = recipe, reader
 
-    def forward(
-        self, tokens: torch.LongTensor, counted: torch.BoolTensor, index: torch.LongTensor | None = None
-    ) -> dict[str, torch.Tensor]:
-        return {"loss": self._recipe.loss(self.network, self._reader.read(Rows(tokens, counted, index)))}
+    def forward(self, **batch: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self._recipe.loss(self.network, self._reader.read(**batch))}
 
 
-class ByLength(Sampler):
-    """Rows in an order of each epoch's own, which a resumed run finds again. Those of similar length share a step,
-    since padding is read for nothing.
-    """
+class ByLength(LengthGroupedSampler):
+    """Rows of similar length share a step, and an epoch has its steps in an order that a resumed run finds again."""
 
     def __init__(self, lengths: list[int], rows_per_step: int, seed: int, epoch: Callable[[], int]):
-        self.lengths = lengths
-        self.rows_per_step = rows_per_step
-        self.seed = seed
-        self.epoch = epoch
-
-    def __len__(self) -> int:
-        return len(self.lengths)
+        super().__init__(rows_per_step, lengths=lengths, generator=torch.Generator())
+        self.seed, self.epoch = seed, epoch
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self.seed + self.epoch())
-        order = get_length_grouped_indices(self.lengths, self.rows_per_step, generator=generator)
-        *steps, last = torch.tensor(order).split(self.rows_per_step)
-        for step in torch.randperm(len(steps), generator=generator).tolist():
-            yield from steps[step].tolist()
-        # It may be a smaller one.
-        yield from last.tolist()
+        self.generator.manual_seed(self.seed + self.epoch())
+        *steps, last = torch.tensor(list(super().__iter__())).split(self.batch_size)
+        order = torch.randperm(len(steps), generator=self.generator)
+        # The last one may be smaller.
+        yield from torch.cat([*(steps[step] for step in order), last]).tolist()
 
 
 class MuonAndAdamW(torch.optim.Optimizer):

@@ -14,7 +14,7 @@ from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorR
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.drafting.state import Entries
 from hf_specdec.training.arguments import DraftTrainingArguments
-from hf_specdec.training.reading import Rows, TargetReader
+from hf_specdec.training.reading import TargetReader
 from tests.helpers.architectures import tiny_model
 from tests.helpers.models import VOCAB_SIZE, tiny_llama, tiny_mistral
 
@@ -89,7 +89,7 @@ def read(recipe, network, target, length=20, uncounted=0):
     tokens = torch.randint(1, VOCAB_SIZE, (2, length), generator=torch.Generator().manual_seed(5))
     counted = torch.ones_like(tokens, dtype=torch.bool)
     counted[0, :uncounted] = False
-    return TargetReader(target, recipe.states_for(network)).read(Rows(tokens, counted))
+    return TargetReader(target, recipe.states_for(network)).read(tokens, counted)
 
 
 def drafted_block(network, reading, row, place, masked):

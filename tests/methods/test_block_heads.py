@@ -13,7 +13,7 @@ from hf_specdec.candidate_generators.dflash.heads.lilicorr import LiLiCorrConfig
 from hf_specdec.candidate_generators.dflash.heads.xpress import XPressConfig
 from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.target import graphs
-from hf_specdec.training.reading import Rows, TargetReader
+from hf_specdec.training.reading import TargetReader
 from tests.helpers import heads
 from tests.helpers.arrivals import prompt, said_alone
 from tests.helpers.block_networks import NETWORKS, draft, random_network
@@ -198,8 +198,7 @@ class TestMadeUpHead:
         recipe = PairsRecipe(block_size=4, num_layers=1, intermediate_size=24, mask_token_id=9, num_anchors=8)
         network = recipe.build(model)
         tokens = torch.randint(1, VOCAB_SIZE, (2, 20))
-        rows = Rows(tokens, torch.ones_like(tokens, dtype=torch.bool))
-        reading = TargetReader(model, recipe.states_for(network)).read(rows)
+        reading = TargetReader(model, recipe.states_for(network)).read(tokens)
         recipe.loss(network, reading).backward()
         assert all(parameter.grad.abs().sum() > 0 for parameter in network.block_head.parameters())
         with torch.no_grad():

@@ -5,7 +5,6 @@ import torch
 
 from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.training.options import TextOptions
-from hf_specdec.training.reading import TargetReader
 from hf_specdec.training.run import TrainingRun
 from hf_specdec.training.text import load_documents, pack
 from hf_specdec.training.trainer import DraftTrainer
@@ -46,7 +45,7 @@ def target(data, datasets_cache, tmp_path_factory):
     rows = pack(load_documents([str(data)], letter_tokenizer()), LENGTH, None)
     folder = tmp_path_factory.mktemp("target")
     arguments = training_arguments(folder, max_steps=60, learning_rate=1e-2, save_strategy="no", logging_steps=1)
-    trainer = DraftTrainer(recipe, model, TargetReader(None, ()), arguments, rows)
+    trainer = DraftTrainer(recipe, model, None, arguments, rows)
     trainer.train()
     first, *_, last = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert last < 0.5 * first

@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec.training.run import make_recipe
+from hf_specdec.method import trainings
 from tests.helpers.levels import full
 from tools.build_demo import build
 from tools.build_demo.data import Mixture, python_sources
@@ -33,7 +33,7 @@ SHORT = {"steps": 2, "copying_steps": 1, "batch_size": 4}
 
 
 def shortened(name, stage):
-    recipe = make_recipe(name, RECIPES[name]) if name in RECIPES else None
+    recipe = trainings()[name].recipe_class(**RECIPES[name]) if name in RECIPES else None
     return replace(stage, **SHORT, recipe=recipe, text_rows=3 if stage.text_rows else 0)
 
 

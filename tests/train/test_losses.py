@@ -20,7 +20,7 @@ from hf_specdec.drafting.slots import DraftEntries
 from hf_specdec.drafting.state import Entries
 from hf_specdec.training import recipe as frame
 from hf_specdec.training.autoregressive import walk_cycles
-from hf_specdec.training.reading import Rows, TargetReader
+from hf_specdec.training.reading import TargetReader
 from hf_specdec.training.recipe import sum_over_chunks
 from tests.helpers.levels import in_full, split
 from tests.helpers.models import VOCAB_SIZE, tiny_llama
@@ -84,7 +84,7 @@ def test_cycles_begin_where_their_first_draft_counts(target):
     tokens = random_tokens(3, 12)
     counted = torch.zeros_like(tokens, dtype=torch.bool)
     counted[0, 4:7] = counted[1, 6:] = True
-    reading = TargetReader(target, ()).read(Rows(tokens, counted))
+    reading = TargetReader(target, ()).read(tokens, counted)
     anchors = reading.cycle_anchors()
     assert [row[begins].tolist() for row, begins in zip(anchors, reading.begins_at(anchors))] == [
         [2, 3, 4],
@@ -220,21 +220,21 @@ def test_medusa_loss_is_the_weighted_mean_of_the_heads_where_tokens_count(target
     recipe = MedusaRecipe(num_heads=2, head_decay=0.5)
     network = built(recipe, target)
     tokens, reader = random_tokens(2, 20), TargetReader(target, ("last",))
-    logits = network(reader.read(Rows(tokens)).states["last"], target.lm_head)
+    logits = network(reader.read(tokens).states["last"], target.lm_head)
     for first in (0, 12):
         means = []
         for head in range(2):
             label = max(first, 2 + head)
             here = logits[head, :, label - 2 - head : -2 - head]
             means.append(F.cross_entropy(here.flatten(0, 1), tokens[:, label:].flatten()))
-        reading = reader.read(Rows(tokens, (torch.arange(20) >= first).expand(2, -1)))
+        reading = reader.read(tokens, (torch.arange(20) >= first).expand(2, -1))
         torch.testing.assert_close(recipe.loss(network, reading), (means[0] + 0.5 * means[1]) / 1.5)
 
 
 def test_stages_read_the_tokens_before_the_one_they_draft(target):
     recipe = MLPSpeculatorRecipe(n_predict=2, inner_dim=16, head_decay=1.0)
     network, tokens = recipe.build(target), random_tokens(1, 12)
-    reading = TargetReader(target, ("last",)).read(Rows(tokens))
+    reading = TargetReader(target, ("last",)).read(tokens)
     losses = []
     for position in range(9):
         known = tokens[:, position + 1 : position + 3]
@@ -255,14 +255,14 @@ def test_draft_models_learn_the_text_or_the_target(target):
     for kl_weight in (0.0, 0.25, 1.0):
         recipe = DraftModelRecipe(from_scratch=SIZES, kl_weight=kl_weight)
         expected = kl_weight * divergence + (1 - kl_weight) * cross_entropy
-        torch.testing.assert_close(recipe.loss(student, reader.read(Rows(tokens))), expected)
-    assert recipe.loss(target, reader.read(Rows(tokens))).abs() < 1e-6
+        torch.testing.assert_close(recipe.loss(student, reader.read(tokens)), expected)
+    assert recipe.loss(target, reader.read(tokens)).abs() < 1e-6
     # A draft may have a smaller vocabulary.
     small = replace(recipe, from_scratch={**SIZES, "vocab_size": VOCAB_SIZE - 4}, kl_weight=0.5)
     network, tokens = small.build(target), random_tokens(2, 20).clamp(max=VOCAB_SIZE - 5)
-    loss = small.loss(network, reader.read(Rows(tokens)))
+    loss = small.loss(network, reader.read(tokens))
     tokens[0, -1] = VOCAB_SIZE - 1
-    with_foreign = small.loss(network, reader.read(Rows(tokens)))
+    with_foreign = small.loss(network, reader.read(tokens))
     assert torch.isfinite(with_foreign)
     assert with_foreign != loss
 
@@ -272,7 +272,7 @@ def test_logits_that_are_computed_again_in_chunks_give_the_same_gradients(target
     sum_over_chunks(lambda rows: seen.append(rows) or torch.zeros(()), 40, logits_per_position=10**9)
     assert seen == [slice(0, 16), slice(16, 32), slice(32, 48)]
     recipe = MedusaRecipe(num_heads=2)
-    reading = TargetReader(target, ("last",)).read(Rows(random_tokens(4, 40)))
+    reading = TargetReader(target, ("last",)).read(random_tokens(4, 40))
     gradients = []
     for kept in (frame.KEPT_LOGITS, 0):
         monkeypatch.setattr(frame, "KEPT_LOGITS", kept)

@@ -25,9 +25,9 @@ from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer
 from hf_specdec.layers.mask_token import mask_token_for
+from hf_specdec.method import trainings
 from hf_specdec.training import arguments
-from hf_specdec.training.reading import Rows, TargetReader, check_plain_head, collate
-from hf_specdec.training.run import make_recipe
+from hf_specdec.training.reading import TargetReader, check_plain_head, collate
 from hf_specdec.training.text import rows_of
 from hf_specdec.training.trainer import ByLength, DraftTrainer, MuonAndAdamW
 from tests.helpers.architectures import tiny_model
@@ -46,10 +46,10 @@ def test_every_parameter_learns_and_two_steps_give_a_usable_draft(name, target, 
     recipe, tokens = RECIPES[name], torch.randint(1, VOCAB_SIZE, (2, 20))
     network = recipe.build(target)
     reader = TargetReader(target, recipe.states_for(network))
-    nothing = recipe.loss(network, reader.read(Rows(tokens, torch.zeros_like(tokens, dtype=torch.bool))))
+    nothing = recipe.loss(network, reader.read(tokens, torch.zeros_like(tokens, dtype=torch.bool)))
     assert nothing == 0
     nothing.backward()
-    recipe.loss(network, reader.read(Rows(tokens))).backward()
+    recipe.loss(network, reader.read(tokens)).backward()
     assert not [key for key, parameter in network.named_parameters() if not parameter.grad.abs().sum() > 0]
     before = {key: tensor.clone() for key, tensor in target.state_dict().items()}
     result = run(recipe, tmp_path / "out", max_steps=2, self_generate=8)
@@ -142,12 +142,12 @@ def test_kept_states_are_those_of_a_reading(target, monkeypatch):
     rows = [row | {"index": index} for index, row in enumerate(rows)]
     reader, keeping = TargetReader(target, ("last", 0)), TargetReader(target, ("last", 0), keeps=True)
     for first in (0, 2):
-        keeping.read(Rows(**collate(rows[first : first + 2])))
-    batch = Rows(**collate([rows[index] for index in (3, 1, 2)]))
-    assert batch.counted.sum(1).tolist() == [12, 9, 6]
-    expected = reader.read(batch).states
+        keeping.read(**collate(rows[first : first + 2]))
+    batch = collate([rows[index] for index in (3, 1, 2)])
+    assert batch["counted"].sum(1).tolist() == [12, 9, 6]
+    expected = reader.read(**batch).states
     monkeypatch.setattr("hf_specdec.training.reading.captured_states", None)
-    found = keeping.read(batch).states
+    found = keeping.read(**batch).states
     for row, size in enumerate((15, 12, 9)):
         for key, state in expected.items():
             assert found[key].shape == state.shape
@@ -159,9 +159,9 @@ def test_the_measure_is_the_acceptance_length_of_greedy_generation(target):
     network, prompt = built(recipe, target), prompts(1, padding=False)["input_ids"]
     text = target.generate(prompt, do_sample=False, max_new_tokens=60)
     counted = (torch.arange(text.shape[1]) >= prompt.shape[1])[None]
-    measured = recipe.measure(network, reader, [Rows(text, counted)])
+    measured = recipe.measure(network, reader, [{"tokens": text, "counted": counted}])
     # Walked by hand: what the heads say after each committed token.
-    best = network(reader.read(Rows(text)).states["last"], target.lm_head).argmax(-1)[:, 0]
+    best = network(reader.read(text).states["last"], target.lm_head).argmax(-1)[:, 0]
     position, cycles, committed = prompt.shape[1] - 2, 0, 0
     while position + 2 < text.shape[1]:
         accepted = 0
@@ -172,19 +172,17 @@ def test_the_measure_is_the_acceptance_length_of_greedy_generation(target):
         cycles, committed, position = cycles + 1, committed + accepted + 1, position + accepted + 1
     assert measured.tokens_per_cycle == pytest.approx(committed / cycles)
     # A copy of the target is always accepted.
-    copied = DraftModelRecipe(from_scratch=SIZES).measure(target, reader, [Rows(text, counted)])
+    copied = DraftModelRecipe(from_scratch=SIZES).measure(target, reader, [{"tokens": text, "counted": counted}])
     assert copied.accuracies == (1.0,) * 4
     assert copied.tokens_per_cycle > 4
     with pytest.raises(SpecConfigError, match="no position to measure"):
-        recipe.measure(network, reader, [Rows(text, torch.zeros_like(counted))])
+        recipe.measure(network, reader, [{"tokens": text, "counted": torch.zeros_like(counted)}])
 
 
 # Errors
 
 
 BAD_RECIPES = [
-    ("eagle9", {}, "no training recipe for 'eagle9'.*draft_model, medusa, mlp_speculator"),
-    ("medusa", {"n_predict": 3}, "no option of the recipe for medusa. It is for mlp_speculator"),
     ("mlp_speculator", {"top_k_tokens_per_head": (1, 0, 2)}, "one positive integer for each of the 3 stages"),
     ("draft_model", {}, "either `draft_model`.*got neither"),
     ("eagle3", {"aux_layer_ids": (1, 3)}, "from 0 to 2 of LlamaForCausalLM, got 3"),
@@ -201,7 +199,7 @@ BAD_RECIPES = [
 def test_wrong_recipes_options_and_folders(target, tmp_path, run):
     for method, given, message in BAD_RECIPES:
         with pytest.raises(SpecConfigError, match=message):
-            make_recipe(method, given).check(target)
+            trainings()[method].recipe_class(**given).check(target)
     with pytest.raises(SpecConfigError, match="does not have: depth"):
         DraftModelRecipe(from_scratch={"depth": 3}).build(target)
     capped = copy.deepcopy(target)
@@ -275,7 +273,7 @@ def language_model_trainer(tmp_path, tokens, **changed):
     settings = {"max_steps": 12, "learning_rate": 1e-2, "warmup_steps": 1, "save_strategy": "no", "logging_steps": 1}
     rows = rows_of({"tokens": row, "prompt_length": 0} for row in tokens.tolist())
     arguments = training_arguments(tmp_path, **settings | changed)
-    return DraftTrainer(recipe, model, TargetReader(None, ()), arguments, rows)
+    return DraftTrainer(recipe, model, None, arguments, rows)
 
 
 @pytest.mark.parametrize("muon", [None, *in_full(False)])
@@ -470,7 +468,7 @@ def test_mtp_layers_of_other_kinds_are_trained(kind, tmp_path):
     network = recipe.build(target)
     rows = rows_of({"tokens": row, "prompt_length": 0} for row in torch.randint(1, VOCAB_SIZE, (8, 24)).tolist())
     settings = training_arguments(tmp_path, max_steps=20, learning_rate=1e-2, save_strategy="no", logging_steps=1)
-    trainer = DraftTrainer(recipe, network, TargetReader(target, ("last",)), settings, rows)
+    trainer = DraftTrainer(recipe, network, target, settings, rows)
     trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     assert sum(losses[-4:]) < 0.9 * sum(losses[:4])

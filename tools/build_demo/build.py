@@ -38,7 +38,7 @@ from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorR
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.training.arguments import DraftTrainingArguments
 from hf_specdec.training.continuations import continue_prompts
-from hf_specdec.training.reading import TargetReader, collate
+from hf_specdec.training.reading import collate
 from hf_specdec.training.recipe import Acceptance, Recipe
 from hf_specdec.training.text import learned_tokens, rows_of, split
 from hf_specdec.training.trainer import DraftTrainer
@@ -222,13 +222,13 @@ class Build:
         self,
         recipe: Recipe,
         network: PreTrainedModel,
-        reader: TargetReader,
+        target: PreTrainedModel | None,
         arguments: DraftTrainingArguments,
         batches: Iterator[dict[str, torch.Tensor]],
     ) -> None:
         """Trains a whole model on batches of any size."""
         arguments.per_device_train_batch_size = 1
-        DraftTrainer(recipe, network, reader, arguments, Batches(batches), data_collator=own_batch).train()
+        DraftTrainer(recipe, network, target, arguments, Batches(batches), data_collator=own_batch).train()
         network.eval()
 
     def train_model(self, name: str, sizes: Mapping[str, int]) -> None:
@@ -248,7 +248,7 @@ class Build:
         model.generation_config.pad_token_id = self.tokenizer.pad_token_id
         # The draft model is trained on in distillation, and so ends at a higher rate.
         arguments = self.arguments(name, lr_scheduler_kwargs={"min_lr_rate": 0.02 if name == "target" else 0.25})
-        self.train_on_batches(NEXT_TOKEN, model, TargetReader(None, ()), arguments, self.first_batches(stage))
+        self.train_on_batches(NEXT_TOKEN, model, None, arguments, self.first_batches(stage))
         self.save(model, name)
 
     def first_batches(self, stage: Stage) -> Iterator[dict[str, torch.Tensor]]:
@@ -260,7 +260,7 @@ class Build:
         """Trains the target on, at a lower learning rate and without repeated passages."""
         model = self.load("target")
         batches = self.rows(self.plan.stages["refine"].number).batches(self.plan.refining)
-        self.train_on_batches(NEXT_TOKEN, model, TargetReader(None, ()), self.arguments("refine"), batches)
+        self.train_on_batches(NEXT_TOKEN, model, None, self.arguments("refine"), batches)
         self.save(model, "target")
 
     def continue_prompts(self) -> Dataset:
@@ -317,9 +317,8 @@ class Build:
         stage = self.plan.stages["distill"]
         draft = self.load("draft")
         recipe = DraftModelRecipe(draft_model=str(self.output / "draft"))
-        reader = TargetReader(self.frozen_target(), recipe.target_hidden_states)
         batches = self.distillation_batches(self.rows(stage.number), self.continuations()[0])
-        self.train_on_batches(recipe, draft, reader, self.arguments("distill"), batches)
+        self.train_on_batches(recipe, draft, self.frozen_target(), self.arguments("distill"), batches)
         self.save(draft, "draft")
 
     def distillation_batches(self, rows: TokenRows, continued: Dataset) -> Iterator[dict[str, torch.Tensor]]:
@@ -346,12 +345,11 @@ class Build:
         target = self.frozen_target()
         network = recipe.build(target)
         recipe.prepare(network, target, learned_tokens(rows))
-        states = recipe.states_for(network)
+        settings = {"warmup_steps": 50, "weight_decay": recipe.weight_decay, "muon": recipe.muon}
         # Several states of every token would fill the memory.
-        reader = TargetReader(target, states, keeps=len(states) == 1)
-        arguments = self.arguments(name, warmup_steps=50, weight_decay=recipe.weight_decay, muon=recipe.muon)
-        arguments.per_device_train_batch_size = stage.batch_size
-        trainer = DraftTrainer(recipe, network, reader, arguments, rows, held_out)
+        settings |= {"keep_states": len(recipe.states_for(network)) == 1}
+        arguments = self.arguments(name, per_device_train_batch_size=stage.batch_size, **settings)
+        trainer = DraftTrainer(recipe, network, target, arguments, rows, held_out)
         trainer.train()
         # As it will draft: from rounded weights.
         network.to(target.dtype)

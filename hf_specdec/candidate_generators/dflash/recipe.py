@@ -15,7 +15,7 @@ Shapes as in `recipe.py`; A anchors of a row, S tokens of a block, K = S - 1 mas
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ from ...layers.mask_token import mask_token_for
 from ...target_facts import decoder_layers, hidden_size, vocabulary_size
 from ...training.initial_weights import begin_as, begin_near, layer_sizes
 from ...training.reading import IGNORED, GrowingCache, Reading
-from ...training.recipe import CHUNK_LOGITS, Recipe, no_loss
+from ...training.recipe import CHUNK_LOGITS, Recipe
 from . import DFlashTraining
 from .heads import Block, HeadConfig, Memory
 from .heads.denoising import Denoising, keep_counts
@@ -125,11 +125,10 @@ class DFlashRecipe(DFlashTraining, Recipe):
         begin_near(network.fc, [float(layer == deepest) for layer in config.target_layer_ids])
         return network
 
-    def loss(self, network: DFlashNetwork, reading: Reading) -> torch.Tensor:
-        total = no_loss(network)
+    def losses(self, network: DFlashNetwork, reading: Reading) -> Iterator[torch.Tensor | float]:
         anchors = self.draw_anchors(reading)
         if not anchors.numel():
-            return total
+            return
         labels = reading.labels_at(anchors, self.num_drafts).movedim(0, 2)
         revealed = self.draw_revealed(labels)
         inputs = torch.where(revealed, labels, network.config.mask_token_id)
@@ -139,11 +138,11 @@ class DFlashRecipe(DFlashTraining, Recipe):
         blocks = Blocks(reading, anchors, whole, output, labels.masked_fill(revealed, IGNORED))
         rows, columns, masks = counting = blocks.counting
         if not len(rows):
-            return total
+            return
         # The target predicts the tokens there.
         places = rows * reading.tokens.shape[1] + anchors[rows, columns] + 1 + masks
         read, logits = self.predictions(network, blocks)
-        total = total + self.token_loss(
+        yield self.token_loss(
             reading,
             logits,
             read[counting],
@@ -152,7 +151,7 @@ class DFlashRecipe(DFlashTraining, Recipe):
             network.config.draft_vocab_size,
             weights=self.head_decay**masks,
         )
-        return total + self.further_loss(network, blocks)
+        yield self.further_loss(network, blocks)
 
     def predictions(
         self, network: DFlashNetwork, blocks: Blocks

@@ -6,6 +6,7 @@ Distillation minimises KL(target || draft), best on the target's own text, which
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Pr
 from ...errors import CheckpointFormatError, SpecConfigError
 from ...target_facts import vocabulary_size
 from ...training.reading import IGNORED, Reading, check_plain_head
-from ...training.recipe import Recipe, best_tokens, no_loss
+from ...training.recipe import Recipe, best_tokens
 from . import DraftModelTraining
 
 
@@ -77,16 +78,14 @@ class DraftModelRecipe(DraftModelTraining, Recipe):
         except (OSError, ValueError) as error:
             raise CheckpointFormatError(f"The draft model '{name}' cannot be loaded: {error}") from error
 
-    def loss(self, network: nn.Module, reading: Reading) -> torch.Tensor:
+    def losses(self, network: nn.Module, reading: Reading) -> Iterator[torch.Tensor | float]:
         labels = reading.next_tokens(1).flatten()
         # Ids that only the target has are padding of its vocabulary.
         labels = labels.masked_fill(labels >= vocabulary_size(network), IGNORED)
         positions = (labels != IGNORED).nonzero()[:, 0]
-        if not len(positions):
-            return no_loss(network)
         output = self._hidden(network, reading).flatten(0, 1)[positions]
         head = network.get_output_embeddings()
-        return self.token_loss(reading, head, output, labels[positions], positions, head.weight.shape[0])
+        yield self.token_loss(reading, head, output, labels[positions], positions, head.weight.shape[0])
 
     def _hidden(self, network: nn.Module, reading: Reading) -> torch.Tensor:
         """Computes the states that the draft's lm_head reads, `(B, T, H)`."""

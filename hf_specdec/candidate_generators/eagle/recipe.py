@@ -40,9 +40,7 @@ class Eagle1Recipe(Eagle1Training, AutoregressiveRecipe):
         begin_near(network.fc, (1.0, 0.3))
         return network
 
-    def step_loss(
-        self, network: EagleNetwork, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor
-    ) -> torch.Tensor:
+    def step_loss(self, fed: torch.Tensor, token_loss: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         return F.smooth_l1_loss(fed.float(), states.to(fed.device).float()) + self.token_weight * token_loss
 
 

@@ -6,14 +6,12 @@ Files (one, or shards with an index) are mapped and read tensor by tensor. Pickl
 
 from __future__ import annotations
 
-import math
 import pickle
-import re
 import zipfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from huggingface_hub import HfApi, constants
@@ -22,7 +20,6 @@ from safetensors import SafetensorError, safe_open
 from transformers.utils import logging
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
-from ..threads import cached_property
 from .files import RepoFiles, check_is_inside, is_pickled
 
 
@@ -46,21 +43,13 @@ MAX_INDEX_BYTES = 64 * 2**20
 MAX_PICKLE_BYTES = 4 * 2**30
 
 
-class StoredTensor(NamedTuple):
-    """A tensor by its header."""
-
-    dtype: str  # named as in the file's format
-    shape: tuple[int, ...]
-    num_bytes: int
-
-
 class TensorTable(Mapping[str, tuple[int, ...]]):
     """The tensors of a weight file or of the shards of an index: their shapes by name, and they themselves to read."""
 
     def __init__(self, files: RepoFiles, source: str):
         self.files = files
         self.source = source
-        self._headers: dict[str, dict[str, StoredTensor]] = {}
+        self._headers: dict[str, dict[str, tuple[int, ...]]] = {}
         self._opened: dict[str, Any] = {}
         self.file_of: dict[str, str]  # of each tensor
         if source.endswith(".json"):
@@ -69,7 +58,14 @@ class TensorTable(Mapping[str, tuple[int, ...]]):
             self.file_of = dict.fromkeys(self._header(source), source)
 
     def __getitem__(self, name: str) -> tuple[int, ...]:
-        return self._stored(name).shape
+        file = self.file_of[name]
+        header = self._header(file)
+        if name not in header:
+            raise CheckpointFormatError(
+                f"'{self.files.name}': {file} has no tensor {name}, which {self.source} says it has. Pass a complete "
+                "checkpoint."
+            )
+        return header[name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.file_of)
@@ -80,26 +76,13 @@ class TensorTable(Mapping[str, tuple[int, ...]]):
     def __contains__(self, name: object) -> bool:
         return name in self.file_of
 
-    @cached_property
+    @property
     def num_bytes(self) -> int | None:
-        """Bytes of all tensors, by the headers or the sizes of the files; `None` where they do not tell."""
-        if set(self.file_of.values()) <= self._headers.keys():
-            return sum(self._stored(name).num_bytes for name in self)
+        """Bytes of the files; `None` where they are not known."""
         sizes = [self.files.sizes.get(file) for file in set(self.file_of.values())]
         return None if None in sizes else sum(sizes)
 
-    def _stored(self, name: str) -> StoredTensor:
-        """Header entry of a tensor."""
-        file = self.file_of[name]
-        header = self._header(file)
-        if name not in header:
-            raise CheckpointFormatError(
-                f"'{self.files.name}': {file} has no tensor {name}, which {self.source} says it has. Pass a complete "
-                "checkpoint."
-            )
-        return header[name]
-
-    def _header(self, file: str) -> dict[str, StoredTensor]:
+    def _header(self, file: str) -> dict[str, tuple[int, ...]]:
         if file not in self._headers:
             self._headers[file] = read_header(self.files, file)
         return self._headers[file]
@@ -163,16 +146,15 @@ def _weight_map(files: RepoFiles, index: str) -> dict[str, str]:
     return file_of
 
 
-def read_header(files: RepoFiles, name: str) -> dict[str, StoredTensor]:
-    """The tensors of a weight file by name.
-
-    Of a safetensors file on the Hub only the header is downloaded. A pickled one has none: all of it is downloaded and
-    unpickled, if it is not too large.
-    """
+def read_header(files: RepoFiles, name: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors of a weight file; of safetensors on the Hub only the header is downloaded."""
     check_is_inside(files.name, name)
     path = files.local(name)
     if name.endswith(".safetensors"):
-        return _remote_header(files, name) if path is None else _local_header(files, name, path)
+        if path is None:
+            return _remote_header(files, name)
+        with _damage_told(files, name), safe_open(path, framework="np") as tensors:
+            return {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}
     if path is None and files.cached(name) is None:
         size = files.sizes.get(name) or 0
         if size > MAX_PICKLE_BYTES:
@@ -184,10 +166,7 @@ def read_header(files: RepoFiles, name: str) -> dict[str, StoredTensor]:
         logger.warning(
             f"'{files.name}': {name} is pickled, so all of it ({size / 1e6:.0f} MB) is downloaded to see its tensors."
         )
-    return {
-        key: StoredTensor(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tensor.nbytes)
-        for key, tensor in unpickled(files, name).items()
-    }
+    return {key: tuple(tensor.shape) for key, tensor in unpickled(files, name).items()}
 
 
 @contextmanager
@@ -198,23 +177,7 @@ def _damage_told(files: RepoFiles, name: str) -> Iterator[None]:
         raise files.damaged(name, f"is damaged: {error}", files.path(name)) from error
 
 
-def _local_header(files: RepoFiles, name: str, path: Path) -> dict[str, StoredTensor]:
-    with _damage_told(files, name), safe_open(path, framework="np") as tensors:
-        slices = {key: tensors.get_slice(key) for key in tensors.keys()}
-        stored = {key: (part.get_dtype(), tuple(part.get_shape())) for key, part in slices.items()}
-    return {key: StoredTensor(dtype, shape, _num_bytes(dtype, shape)) for key, (dtype, shape) in stored.items()}
-
-
-_BITS = {"BOOL": 8, "F4": 4, "F6_E2M3": 6, "F6_E3M2": 6}
-
-
-def _num_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor by the name of its dtype, which ends with its bits: `F32`, `BF16`, `I64`, `F8_E4M3`."""
-    bits = _BITS.get(dtype) or int(re.findall(r"^[A-Z]+(\d+)", dtype)[0])
-    return math.prod(shape) * bits // 8
-
-
-def _remote_header(files: RepoFiles, name: str) -> dict[str, StoredTensor]:
+def _remote_header(files: RepoFiles, name: str) -> dict[str, tuple[int, ...]]:
     api = HfApi(endpoint=constants.ENDPOINT, token=files.token)
     file = files.in_repository(name)
     try:
@@ -222,14 +185,10 @@ def _remote_header(files: RepoFiles, name: str) -> dict[str, StoredTensor]:
             metadata = api.parse_safetensors_file_metadata(files.name, file, revision=files.asked_revision)
     except SafetensorsParsingError as error:
         raise files.damaged(name, f"is damaged: {error}") from error
-    spans = {key: tensor.data_offsets for key, tensor in metadata.tensors.items()}
     size = files.sizes.get(name)
-    if size is not None and max((end for _, end in spans.values()), default=0) > size:
+    if size is not None and max((tensor.data_offsets[1] for tensor in metadata.tensors.values()), default=0) > size:
         raise files.damaged(name, f"is damaged: it has {size} bytes, and its tensors need more")
-    return {
-        key: StoredTensor(tensor.dtype, tuple(tensor.shape), spans[key][1] - spans[key][0])
-        for key, tensor in metadata.tensors.items()
-    }
+    return {key: tuple(tensor.shape) for key, tensor in metadata.tensors.items()}
 
 
 def unpickled(files: RepoFiles, name: str) -> dict[str, torch.Tensor]:

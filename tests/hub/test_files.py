@@ -62,11 +62,8 @@ def test_places_read_alike(place, folder, head, hub):
     assert (files.first_of(["*.safetensors"]), files.first_of(["none"])) == ("model.safetensors", None)
     assert (files.config, files.card["base_model"]) == ({"model_type": "llama"}, "user/target")
     header, table = read_header(files, "model.safetensors"), TensorTable(files, "model.safetensors")
-    assert {name: (part.shape, part.num_bytes) for name, part in header.items()} == {
-        name: (SHAPES[name], tensor.nbytes) for name, tensor in TENSORS.items()
-    }
-    assert [header[name].dtype for name in TENSORS] == ["F32", "F16", "BF16", "I64", "BOOL"]
-    assert (table, table.num_bytes) == (SHAPES, sum(tensor.nbytes for tensor in TENSORS.values()))
+    assert header == SHAPES
+    assert (table, table.num_bytes) == (SHAPES, (folder / "model.safetensors").stat().st_size)
     # Of weights only the header is sent.
     assert place == "cache" or hub.sent() < (folder / "model.safetensors").stat().st_size / 2
     assert files.path("model.safetensors").read_bytes() == (folder / "model.safetensors").read_bytes()
@@ -82,7 +79,7 @@ def test_a_pickle_is_downloaded_to_see_its_tensors(hub, tmp_path, monkeypatch, w
     hub.add("user/head", tmp_path, gated=True)
     for name in ("medusa_lm_head.pt", "old.bin"):
         table = TensorTable(RepoFiles("user/head", token=TOKEN), name)
-        assert (dict(table), table.num_bytes) == (SHAPES, sum(tensor.nbytes for tensor in TENSORS.values()))
+        assert (dict(table), table.num_bytes) == (SHAPES, (tmp_path / name).stat().st_size)
         assert f"{name} is pickled, so all of it" in warnings[-1]
     with pytest.raises(CheckpointAccessError, match="gated"):
         TensorTable(RepoFiles("user/head", cache_dir=tmp_path), "medusa_lm_head.pt")

@@ -88,8 +88,8 @@ _OWN_KEYS = re.compile(
 )
 
 
-def refused_key(config: Mapping[str, Any], read_keys: Iterable[str]) -> str | None:
-    """Reason why a config describes another computation than the one done here; `known` keys are read."""
+def refused_key(config: Mapping[str, Any], read_keys: frozenset[str]) -> str | None:
+    """Reason why a config describes another computation than the one done here."""
     for name, key, value, _ in _unread(config, read_keys):
         allowed = _COMPUTED.get(key)
         if allowed is not None and not any(value == one for one in allowed) and (value or True in allowed):
@@ -100,29 +100,22 @@ def refused_key(config: Mapping[str, Any], read_keys: Iterable[str]) -> str | No
     return None
 
 
-def unknown_keys(config: Mapping[str, Any], read_keys: Iterable[str]) -> list[str]:
+def unknown_keys(config: Mapping[str, Any], read_keys: frozenset[str]) -> list[str]:
     """Names of the keys about the drafter alone that nobody here knows. What is empty or switched off says nothing."""
-    return [
-        name
-        for name, key, value, is_own in _unread(config, read_keys)
-        if value and is_own and key not in _COMPUTED and not _fits(_HARMLESS, key)
-    ]
+    unread = _unread(config, read_keys | _HARMLESS | _COMPUTED.keys())
+    return [name for name, _, value, is_own in unread if value and is_own]
 
 
-def _unread(config: Mapping[str, Any], read_keys: Iterable[str]) -> Iterator[tuple[str, str, Any, bool]]:
-    """Full name, key and value of what no reader reads, and whether only the drafter can be meant."""
-    read_keys = frozenset(read_keys)
+def _unread(config: Mapping[str, Any], read_keys: frozenset[str]) -> Iterator[tuple[str, str, Any, bool]]:
+    """Full name, key and value of what is not among these, and whether only the drafter can be meant."""
+    read = _compiled(read_keys)
     is_about_it = "speculators_model_type" in config or config.get("model_type") in _OWN_TYPES
     # Original Medusa heads have no type of a model.
     is_about_it |= "medusa_num_heads" in config and "model_type" not in config
     inner = [*_BLOCKS, "model"] if config.get("model_type") == "eagle" else _BLOCKS
     for place, key, value, is_own in _entries(config, "", inner, is_about_it):
-        if value is not None and not _fits(read_keys, key):
+        if value is not None and read.fullmatch(key) is None:
             yield f"{place}{key}", key, value, is_own
-
-
-def _fits(patterns: frozenset[str], key: str) -> bool:
-    return _compiled(patterns).fullmatch(key) is not None
 
 
 @cache

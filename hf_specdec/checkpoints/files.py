@@ -27,11 +27,7 @@ from huggingface_hub import (
 )
 
 # The base of what its HTTP client raises, whichever client that is.
-from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HFValidationError,
-    HTTPError,
-)
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from transformers.utils import logging
 
@@ -77,10 +73,7 @@ _HEXADECIMAL = re.compile(r"[0-9a-f]+")
 
 
 class ReadOfRepositories(Recent[Any]):
-    """Remembers facts read from repositories of the Hub until the cache has another commit of them.
-
-    Every call of generate() asks again, and the answer must not take a second.
-    """
+    """Remembers facts read from repositories of the Hub until the cache has another commit: every call asks again."""
 
     def __init__(self):
         super().__init__(most=256)
@@ -174,7 +167,7 @@ class RepoFiles:
             return _sizes_in(self.folder)
         info = self._info
         if info is None:
-            return _sizes_in(self._cached_folder())
+            return _sizes_in(self.path("config.json").parent)
         prefix = f"{self.subfolder.strip('/')}/" if self.subfolder else ""
         siblings = [file for file in info.siblings or () if file.rfilename.startswith(prefix)]
         return {file.rfilename.removeprefix(prefix): file.size for file in siblings}
@@ -232,18 +225,6 @@ class RepoFiles:
     @property
     def asked_revision(self) -> str | None:
         return self._commit or self.revision
-
-    def _cached_folder(self) -> Path:
-        """The folder of the cache that has the files of this revision."""
-        config = self.cached("config.json")
-        if config is None:
-            raise CheckpointAccessError(
-                f"'{self.name}' is no local folder, and not in the cache"
-                + (f" at revision '{self.revision}'" if self.revision else "")
-                + ", and nothing may be downloaded (`local_files_only`, or the environment variable HF_HUB_OFFLINE). "
-                "Download it once while online, or correct the name."
-            )
-        return config.parent
 
     def cached(self, name: str) -> Path | None:
         file = self.in_repository(name)
@@ -331,12 +312,15 @@ class RepoFiles:
                 logger.warning(f"'{self.name}': {name} has arrived damaged. It is downloaded again.")
                 path = self._download(name, force_download=True)
         if path != cached and not _is_intact(path):
-            _remove(path)
+            path.resolve().unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             raise CheckpointFormatError(
                 f"'{self.name}': what comes as {name} has not the checksum that {constants.ENDPOINT} states, also the "
                 "second time. It was removed from the cache. Try again later, or name another `revision`."
             )
-        self._commit = self._commit or _commit_of(path)
+        if "snapshots" in path.parts:
+            # The cache has a folder for each commit.
+            self._commit = self._commit or path.parts[path.parts.index("snapshots") + 1]
         return path
 
     def _download(self, name: str, **options) -> Path:
@@ -403,12 +387,6 @@ def _sizes_in(folder: Path) -> dict[str, int | None]:
 # Downloads
 
 
-def _commit_of(path: Path) -> str | None:
-    """The commit of a file in the cache, which has a folder for each."""
-    parts = path.parts
-    return parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
-
-
 def _is_intact(path: Path) -> bool:
     """Compares a file in the cache with the checksum that it is named by; without links it has no such name."""
     blob = path.resolve()
@@ -420,8 +398,3 @@ def _is_intact(path: Path) -> bool:
         with blob.open("rb") as file:
             return sha_fileobj(file).hex() == blob.name
     return True
-
-
-def _remove(path: Path) -> None:
-    path.resolve().unlink(missing_ok=True)
-    path.unlink(missing_ok=True)

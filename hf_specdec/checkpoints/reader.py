@@ -23,7 +23,7 @@ from .format import Unsupported
 from .header import Header, TargetNeeds, TargetSizes, listed, misfits, unwrapped
 from .quantised import is_about_quantisation, packed_weight, scale_of, scaled
 from .schema import COUNT, MAPPING, Key, Kind, Tensor, count_up_to, dimensions, keys, numbered, pattern_of, renamed
-from .weights import WEIGHT_FILES, TensorTable
+from .weights import WEIGHT_DTYPES, WEIGHT_FILES, TensorTable
 
 
 logger = logging.get_logger(__name__)
@@ -108,8 +108,8 @@ class CheckpointReader:
             )
 
     @property
-    def _known_keys(self) -> set[str]:
-        return {*self.notes.split(), *(name for key in self.keys for name in key.names.split())}
+    def _known_keys(self) -> frozenset[str]:
+        return frozenset(" ".join([self.notes, *(key.names for key in self.keys)]).split())
 
     def record(self, target: TargetSizes) -> Any:
         """What a network for a target is made of, of which all is checked; tables of tokens go to `tables`."""
@@ -295,29 +295,23 @@ class CheckpointReader:
         left_over = [name for name in self.stored if name not in used and not is_about_quantisation(name, used)]
         if unknown := [name for name in left_over if not self.unused.fullmatch(name)]:
             self.judge_unknown(unknown)
-        self._check_room(plan, shapes)
+        for name, rows in plan.items():
+            # Before any is read: tensors are not stacked into more numbers than the files hold.
+            for row in rows[1:]:
+                if sum(math.prod(self.shape(source)) for source in row) < math.prod(shapes[name][1:]):
+                    raise self.wrong_shape(row[0], shapes[name][1:])
         read = {name: table.to(device) for name, table in self.tables.items() if name in shapes}
         for name, rows in plan.items():
             if rows == [[name]]:
                 read[name] = self._row(name, rows[0], shapes[name], dtype, device)
                 continue
-            whole = None
             # One at a time: those of large targets are gigabytes.
             for index, row in enumerate(rows):
                 tensor = self._row(name, row, shapes[name][1:], dtype, device)
-                whole = tensor.new_empty(shapes[name]) if whole is None else whole
-                whole[index] = tensor
-            read[name] = whole
+                if not index:
+                    read[name] = tensor.new_empty(shapes[name])
+                read[name][index] = tensor
         return read
-
-    def _check_room(self, plan: Mapping[str, Sequence[Sequence[str]]], shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Refuses to stack tensors into more numbers than the files hold, before any is read."""
-        for name, rows in plan.items():
-            shape = shapes[name][1:]
-            # The first is looked at when it is read.
-            for row in rows[1:]:
-                if sum(math.prod(self.shape(source) or ()) for source in row) < math.prod(shape):
-                    raise self.wrong_shape(row[0], shape)
 
     def sources(self, name: str, shape: tuple[int, ...]) -> Sequence[Sequence[str]]:
         """Tensors that one of the network is stacked from, each of one or several with their rows side by side."""
@@ -334,11 +328,17 @@ class CheckpointReader:
 
     def weight(self, name: str, dtype: torch.dtype | None, device: torch.device | str) -> torch.Tensor:
         """One of the stored tensors, as it is multiplied with; 8-bit weights are multiplied with their factors."""
-        scales = scale_of(name, self.stored)
-        if scales is None:
-            return self._weights.read_weight(self.stored[name], dtype, device)
-        parts = (self._weights.read(self.stored[part], None, device) for part in (name, scales))
-        return scaled(self, self.stored[name], *parts, dtype)
+        if (scales := scale_of(name, self.stored)) is not None:
+            parts = (self._weights.read(self.stored[part], None, device) for part in (name, scales))
+            return scaled(self, self.stored[name], *parts, dtype)
+        tensor = self._weights.read(self.stored[name], dtype, device)
+        if tensor.dtype not in WEIGHT_DTYPES:
+            raise self.wrong(
+                f"has {self.stored[name]}, which is stored as {str(tensor.dtype).removeprefix('torch.')}, and draft "
+                "heads need float16, bfloat16, float32 or float64",
+                "Pass a checkpoint that is not quantised.",
+            )
+        return tensor
 
     def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
         """The part of a tensor that the network uses, where it has this `name` and this `shape`."""

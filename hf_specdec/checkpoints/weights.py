@@ -33,7 +33,7 @@ WEIGHT_FILES = (
     "pytorch_model.bin.index.json",
 )
 
-# Of those that are multiplied with.
+# Of tensors that are multiplied with.
 WEIGHT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 # Bytes. The index of a model with a hundred thousand tensors has some ten million.
@@ -103,18 +103,6 @@ class TensorTable(Mapping[str, tuple[int, ...]]):
                 tensor = self._opened[file].get_tensor(name)
         # A copy: the file is mapped into memory, and may be overwritten.
         return tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
-
-    def read_weight(
-        self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu"
-    ) -> torch.Tensor:
-        """Reads as `read` does a tensor that is multiplied with, which must be of real floating-point numbers."""
-        tensor = self.read(name, dtype, device)
-        if tensor.dtype not in WEIGHT_DTYPES:
-            raise CheckpointFormatError(
-                f"'{self.files.name}': {name} is stored as {str(tensor.dtype).removeprefix('torch.')}, and draft "
-                "heads need float16, bfloat16, float32 or float64. Pass a checkpoint that is not quantised."
-            )
-        return tensor
 
 
 def shards_of(files: RepoFiles, source: str) -> list[str]:

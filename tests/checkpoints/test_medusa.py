@@ -112,7 +112,7 @@ def test_stacked_heads_are_the_equation():
         heads = MedusaHeads(6, 9, num_heads=3, **options)
         # Untrained heads predict what the target does.
         if options.get("own_lm_heads", True):
-            heads.start_from(lm_head)
+            heads.lm_heads[:] = lm_head
         assert torch.allclose(heads(states, lm_head), (states @ lm_head.T).expand(3, -1, -1), atol=1e-5)
         for parameter in heads.parameters():
             parameter.normal_()

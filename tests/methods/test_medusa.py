@@ -19,7 +19,8 @@ from hf_specdec.logits.rules import TypicalRule
 from hf_specdec.protocol import Commit, DraftStep, Session
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.lean import slot_model
-from tests.helpers.draft_calls import medusa_speculator
+from tests.helpers.by_hand import paths_of
+from tests.helpers.draft_calls import medusa_speculator, random_heads
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import VOCAB_SIZE, prompts, tiny_gpt2, tiny_llama
 from tests.helpers.paths import FIXTURES
@@ -133,6 +134,28 @@ class TestTrees:
         assert generator_for(plain_heads(), rows[1], num_draft_nodes=40).num_draft_nodes == 40
         chains_only = Session(1, 100, CPU, supports_trees=False)
         assert generator_for(plain_heads(), chains_only, num_draft_nodes=12).plan == TokenTree.chain(4)
+
+
+def test_the_most_probable_paths_are_drafted_as_far_as_they_are_probable():
+    heads, threshold = random_heads(logit_scale=0.3), 0.02
+    settings = {"draft_min_path_prob": threshold, "num_draft_nodes": 9}
+    generator = medusa_speculator(heads, **settings).candidate_generator(Session(3, 100, CPU))
+    states, tokens, limits = torch.randn(3, 1, 32), torch.zeros(3, 1, dtype=torch.long), [4, 2, 0]
+    generator.observe(Commit([0, 1, 2], tokens, tokens.tolist(), [0] * 3, {"last": states}))
+    draft = generator.propose(DraftStep([0, 1, 2], tokens[:, 0], [9] * 3, limits))
+    probs = heads(states[:, 0]).softmax(-1)
+    for row, (paths, limit) in enumerate(zip(paths_of(draft), limits)):
+        found, level = {}, {(): 1.0}
+        for head in range(limit):
+            level = {
+                (*path, token): prob * float(factor)
+                for path, prob in level.items()
+                for token, factor in enumerate(probs[head, row])
+                if prob > threshold
+            }
+            found |= level
+        best = sorted(found, key=found.get, reverse=True)[:9]
+        assert set(paths) == {path for path in best if found[path] > threshold} | set(best[:1])
 
 
 class TestMeasuredTree:

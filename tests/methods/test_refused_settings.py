@@ -35,6 +35,11 @@ def test_settings_that_do_not_fit():
         ("medusa/own_lm_heads", {"speculative_token_tree": DEEP}, "is 5 deep, .* has 4 heads"),
         ("medusa/own_lm_heads", {"speculative_token_tree": [[40]]}, "rank 40, and the draft knows 40 tokens"),
         ("medusa/own_lm_heads", {"num_speculative_tokens": 2, "medusa_tree": "measured"}, "fixes the draft tree"),
+        (
+            "medusa/own_lm_heads",
+            {"draft_min_path_prob": 0.1, "medusa_tree": "measured"},
+            "and `medusa_tree`='measured'",
+        ),
         ("mlp_speculator/tied", {"num_speculative_tokens": 5}, "`num_speculative_tokens`=5 is more than the 4 heads"),
         ("mlp_speculator/tied", {"top_k_tokens_per_head": [2] * 5}, "has 5 entries, .* has 4 stages"),
         ("mlp_speculator/tied", {"speculative_token_tree": DEEP}, "is 5 deep, .* has 4 heads"),

@@ -228,12 +228,11 @@ class DraftModel:
     note: str | None = None  # for the statistics
 
 
-def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig) -> str | None:
+def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig, adapts: bool) -> str | None:
     """Settings of drafting in the draft model's generation config, which only transformers' own loop goes by."""
     generation_config = getattr(model, "generation_config", None)
     values = {name: getattr(generation_config, name, None) for name in _SETTINGS_HERE}
-    # Lengths that adapt have the most of them.
-    if config.num_speculative_tokens not in (None, DraftModelCandidateGenerator.most_speculative_tokens):
+    if config.num_speculative_tokens is not None and not adapts:
         values["num_assistant_tokens"] = None
     if config.options.confidence_threshold:
         values["assistant_confidence_threshold"] = None
@@ -344,7 +343,8 @@ class DraftModelCandidateGenerator(NetworkGenerator):
         self._longest: tuple[int, str] | None = min(
             ((limit, name) for name, limit in limits.items() if limit), default=None
         )
-        for note in filter(None, (_ignored_settings(model, config), self.vocabularies.note, resources.note)):
+        ignored = _ignored_settings(model, config, session.adapts)
+        for note in filter(None, (ignored, self.vocabularies.note, resources.note)):
             self._note(note)
         slots = slot_model(model, SlotCache(0))
         slots.num_logits = size

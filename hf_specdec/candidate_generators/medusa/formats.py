@@ -89,7 +89,7 @@ class MedusaReader(CheckpointReader):
     def record(self, target: TargetSizes) -> dict[str, Any]:
         """The arguments of a [`MedusaHeads`], and what it remembers beside them."""
         self.check_target(target)
-        token_map, rows = self.read_token_map(target), None
+        token_map, rows = self.read_token_map(), None
         if self._has_lm_heads:
             # Rows after the target's vocabulary are padding.
             rows = min(self._num_rows, target.vocab_size) if token_map is None else len(token_map)
@@ -121,7 +121,7 @@ class MedusaReader(CheckpointReader):
         size, whole = map(self.setting, ("truncated_vocab_size", "vocab_size"))
         return size if size and whole and size < whole else None
 
-    def read_token_map(self, target: TargetSizes) -> torch.LongTensor | None:
+    def read_token_map(self) -> torch.LongTensor | None:
         """Tokens of a cut vocabulary, of shape `(U,)`."""
         if self.cut_size is None:
             return None
@@ -131,11 +131,6 @@ class MedusaReader(CheckpointReader):
             what = f"{tokens.dtype} of the shape {list(tokens.shape)}"
         elif tokens.min() < 0 or len(tokens.unique()) < len(tokens):
             what = f"{len(tokens.unique())}, from {tokens.min()} on"
-        elif (last := int(tokens.max())) >= (target.vocab_size or 0):
-            raise self.wrong(
-                f"drafts the token {last} (`token_map`), and {target.name} has {target.vocab_size} tokens",
-                self.for_target,
-            )
         else:
             self.tables["token_map"] = tokens.long()
             return self.tables["token_map"]

@@ -5,7 +5,8 @@ guesses the i-th token after it. The candidates of the heads are combined to a s
 (r_1, .., r_d) carries the candidate of rank r_d of head d. Checkpoints:
 [`~candidate_generators.medusa.network`].
 
-On a GPU the candidates come from one graph, whatever the tree is, so that a tree may change.
+On a GPU the candidates come from one graph, whatever the tree is, so that a tree may change. With a least probability
+the tree is not static: it has the most probable paths of a row's candidates ([`~drafting.prefixes`]).
 
 Shapes: B active rows, D depth of the tree (heads used), N nodes, C candidates of a head, H hidden size.
 """
@@ -22,7 +23,8 @@ import torch.nn.functional as F
 
 from ...checkpoints.loading import LOADED_BY, load
 from ...drafting.draw import DepthLimits, Draw
-from ...drafting.growth import DraftNodes, Positions
+from ...drafting.growth import DraftNodes, DynamicTree, Positions
+from ...drafting.prefixes import best_candidates, best_prefixes
 from ...drafting.shape import static_tree
 from ...drafting.state import Entries, NetworkState
 from ...drafts import DraftTree, TokenTree
@@ -75,6 +77,22 @@ class MedusaOptions(Options):
         key="medusa_tree",
         published=True,
     )
+    draft_min_path_prob: float = setting(
+        0.0,
+        "Above 0 each row gets the most probable paths of its candidates, `num_draft_nodes` at most, instead of one "
+        "tree for all texts, as far as their probability is above this. A chain or tree that is asked for ends there.",
+        least=0,
+        most=1,
+        published=True,
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draft_min_path_prob and self.tree == "measured":
+            raise SpecConfigError(
+                f"`draft_min_path_prob`={self.draft_min_path_prob} lets probabilities choose the tree, and "
+                "`tree`='measured' counts. Leave one out."
+            )
 
 
 class RankCounts:
@@ -124,7 +142,7 @@ class MedusaResources:
 
 
 class MedusaCandidateGenerator(NetworkGenerator):
-    """Drafts one tree for all rows."""
+    """Drafts one tree for all rows, or the most probable paths of each."""
 
     options_class = MedusaOptions
     target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
@@ -151,14 +169,22 @@ class MedusaCandidateGenerator(NetworkGenerator):
             self.num_speculative_tokens: int = resources.heads.num_heads
         self.candidates: torch.LongTensor | None = None  # (D, B, C), of the last draft, to be counted
 
-    def shape(self) -> TokenTree:
-        heads, asked = self.resources.heads, self.options.num_draft_nodes
+    def shape(self) -> TokenTree | DynamicTree:
+        heads, asked, session = self.resources.heads, self.options.num_draft_nodes, self.session
         self.num_nodes = asked or _NUM_NODES
-        self.node_cost: float = node_cost(self.session, heads.weights[0].dtype) if asked is None else 0.0
+        self.node_cost: float = node_cost(session, heads.weights[0].dtype) if asked is None else 0.0
+        self.threshold: float = self.options.draft_min_path_prob
         tree = chosen_tree(self.config, heads)
         self.counts: RankCounts | None = self.resources.counts if tree is None and self._measures() else None
         self._accuracies = self.counts.accuracies if self.counts else heads.accuracies
-        return self._fitting(tree or self._default_tree())
+        if tree is None and self.threshold and session.supports_trees:
+            # Under a grammar it grows level by level.
+            return DynamicTree.of(heads.num_heads - 1, min(NUM_RANKS, heads.lm_head_size), self.num_nodes + 1)
+        tree = tree or self._default_tree()
+        if session.supports_trees or tree.is_chain:
+            return tree
+        session.notes.append("medusa drafts chains: the target cannot verify trees.")
+        return TokenTree.chain(tree.max_depth)
 
     @property
     def shared_modules(self) -> tuple[torch.nn.Module, ...]:
@@ -176,13 +202,6 @@ class MedusaCandidateGenerator(NetworkGenerator):
     def _default_tree(self) -> TokenTree:
         return default_tree(self.resources.heads, self._accuracies, self.num_nodes, self.node_cost)
 
-    def _fitting(self, tree: TokenTree) -> TokenTree:
-        """The tree, or its best path where the target cannot verify branches."""
-        if self.session.supports_trees or tree.is_chain:
-            return tree
-        self.session.notes.append("medusa drafts chains: the target cannot verify trees.")
-        return TokenTree.chain(tree.max_depth)
-
     @property
     def num_draft_nodes(self) -> int:
         return self.num_nodes if self.counts else len(self.plan)
@@ -195,12 +214,18 @@ class MedusaCandidateGenerator(NetworkGenerator):
     def draft(
         self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw
     ) -> DraftNodes | RankedCandidates:
-        heads, lm_head = self.network, self.resources.target.head
-        hidden, tree = new.last(new.states["last"]), self.plan.up_to(limits.deepest)
-        if not draw.is_plain:
-            logits = heads.short_logits(hidden, lm_head, tree.max_depth).transpose(0, 1)
-            return Positions(logits).grow(tree, new.last(new.tokens), limits, draw)
-        depth, count = tree.max_depth, max(tree.widths)
+        heads, lm_head, plan = self.network, self.resources.target.head, self.plan
+        hidden, depth = new.last(new.states["last"]), min(limits.deepest, plan.max_depth)
+        if limits.threshold or not draw.is_plain:
+            logits = heads.short_logits(hidden, lm_head, depth).transpose(0, 1) * heads.logit_scale
+            if not (draw.is_plain and isinstance(plan, DynamicTree)):
+                return Positions(logits).grow(plan, new.last(new.tokens), limits, draw)
+            nodes = best_prefixes(best_candidates(logits, len(plan), self.token_ids), len(plan), limits)
+            # The best come first, and the first one in any case.
+            counts = (nodes.log_probs > math.log(limits.threshold)).sum(1)
+            return nodes._replace(counts=counts.maximum((nodes.log_probs[:, 0] > -math.inf).long()))
+        tree = plan.up_to(depth)
+        count = max(tree.widths)
         if self.counts:
             # What the tree leaves out is counted, too.
             depth, count = min(depth + 1, heads.num_heads), min(NUM_RANKS, heads.lm_head_size)

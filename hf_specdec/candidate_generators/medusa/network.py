@@ -84,11 +84,6 @@ class MedusaHeads(LoadedNetwork):
     def of_record(cls, record: dict[str, Any], target_model: nn.Module) -> MedusaHeads:
         return cls(**record)
 
-    @torch.no_grad()
-    def start_from(self, lm_head: torch.Tensor) -> None:
-        """Sets every own lm_head to the target's, of shape `(V, H)`: where training starts."""
-        self.lm_heads.copy_(lm_head if self.token_map is None else lm_head[self.token_map])
-
     def forward(
         self, hidden: torch.Tensor, lm_head: nn.Module | torch.Tensor | None = None, num_heads: int | None = None
     ) -> torch.Tensor:
@@ -147,19 +142,15 @@ class MedusaHeads(LoadedNetwork):
                 f"The Medusa heads draft the token {last} (`token_map`), the target has {size} tokens. Pass those "
                 "that were trained for this target."
             )
-        return self.for_vocabulary(size)
-
-    def for_vocabulary(self, vocab_size: int) -> MedusaHeads:
-        """Heads with these weights that draft tokens below `vocab_size` only."""
-        if vocab_size == self.vocab_size:
+        if size == self.vocab_size:
             return self
         heads = copy.copy(self)
-        heads.vocab_size = vocab_size
+        heads.vocab_size = size
         if self.lm_heads is None:
-            heads.lm_head_size = vocab_size
-        elif self.token_map is None and vocab_size < self.lm_head_size:
-            heads.lm_head_size = vocab_size
-            rows = nn.Parameter(self.lm_heads.detach()[:, :vocab_size], requires_grad=False)
+            heads.lm_head_size = size
+        elif self.token_map is None and size < self.lm_head_size:
+            heads.lm_head_size = size
+            rows = nn.Parameter(self.lm_heads.detach()[:, :size], requires_grad=False)
             # A copied module shares this table with the original.
             heads._parameters = {**self._parameters, "lm_heads": rows}
         return heads
@@ -187,20 +178,18 @@ class MedusaHeads(LoadedNetwork):
             config["version"] = "2"
         if accuracies is not None:
             config["medusa_accuracies"] = [[round(float(share), 4) for share in ranks] for ranks in accuracies]
-        save_checkpoint(folder, config, self._published_tensors(), MEDUSA_FILES[0])
-
-    def _published_tensors(self) -> dict[str, torch.Tensor]:
-        """One tensor a head under the published names. Readers count on the biases, so there are always some."""
         tensors = {}
         for head in range(self.num_heads):
             for layer, weight in enumerate(self.weights):
+                # Other readers count on the biases.
                 bias = self.biases[layer][head] if self.biases else weight.new_zeros(self.hidden_size)
                 tensors[f"{head}.{layer}.linear.weight"] = weight[head]
                 tensors[f"{head}.{layer}.linear.bias"] = bias
             if self.lm_heads is not None:
                 lm_head = self.lm_heads[min(head, len(self.lm_heads) - 1)]
                 tensors[f"{head}.{self.num_layers}.weight"] = lm_head * self.logit_scale
-        return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        save_checkpoint(folder, config, tensors, MEDUSA_FILES[0])
 
 
 def _linear(stream: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -36,11 +36,10 @@ class MedusaRecipe(MedusaTraining, HeadsRecipe):
             )
 
     def build(self, target: PreTrainedModel) -> MedusaHeads:
-        own_lm_heads = not self.share_lm_head
         sizes = hidden_size(target), vocabulary_size(target), self.num_heads, self.num_layers
-        network = MedusaHeads(*sizes, own_lm_heads=own_lm_heads)
-        if own_lm_heads:
-            network.start_from(numbers_of(target.get_output_embeddings().weight))
+        network = MedusaHeads(*sizes, own_lm_heads=not self.share_lm_head)
+        if network.lm_heads is not None:
+            network.lm_heads.data[:] = numbers_of(target.get_output_embeddings().weight)
         return network
 
     def draft_logits(self, network: MedusaHeads, reading: Reading, positions: torch.LongTensor) -> torch.Tensor:

@@ -39,12 +39,12 @@ import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
 
 from ..drafting.state import RowState
-from ..drafts import DraftTree
+from ..drafts import DraftTree, TokenTree
 from ..errors import SpecConfigError
 from ..logits.grammar.masks import GrowingMasks
 from ..protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Session, VerifiedNodes
 from ..settings import SpeculativeConfig
-from ..threads import cached_property
+from ..threads import Lock, cached_property
 
 
 if TYPE_CHECKING:
@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
 
 _LEAST_SHARED_LENGTH = 4
+
+_binding = Lock()
 
 
 @dataclass(frozen=True)
@@ -111,6 +113,7 @@ class CandidateGenerator(HfCandidateGenerator):
     late_reading: tuple[int, float] | None = None
     # What is kept of the active rows.
     state: RowState | None = None
+    _is_bound = False
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> Any:
@@ -175,19 +178,20 @@ class CandidateGenerator(HfCandidateGenerator):
         Raises:
             SpecConfigError: It has had its call, or was made for another number of rows.
         """
-        earlier, name, mark = self.session, type(self).__name__, "_CandidateGenerator__call"
-        if earlier is not None and earlier.batch_size != session.batch_size and mark not in vars(self):
-            raise SpecConfigError(
-                f"This {name} was made for {earlier.batch_size} rows, and the batch has {session.batch_size}. Make it "
-                "without a session: the call brings its own."
-            )
+        earlier, name = self.session, type(self).__name__
         # Of threads that come at once one is first.
-        call = object()
-        if vars(self).setdefault(mark, call) is not call:
-            raise SpecConfigError(
-                f"This {name} has been used. A candidate generator belongs to one call: make another one for each, or "
-                "pass the speculator itself, which any number of calls may share."
-            )
+        with _binding:
+            if self._is_bound:
+                raise SpecConfigError(
+                    f"This {name} has been used. A candidate generator belongs to one call: make another one for "
+                    "each, or pass the speculator itself, which any number of calls may share."
+                )
+            if earlier is not None and earlier.batch_size != session.batch_size:
+                raise SpecConfigError(
+                    f"This {name} was made for {earlier.batch_size} rows, and the batch has {session.batch_size}. "
+                    "Make it without a session: the call brings its own."
+                )
+            self._is_bound = True
         if earlier is None:
             self.session = session
         elif earlier is not session:
@@ -282,6 +286,13 @@ class CandidateGenerator(HfCandidateGenerator):
         if self.samples_drafts:
             return "draft_sample_method='probabilistic' draws chains"
         return None if self.session.supports_trees else "the target tells positions from the order of its cache"
+
+    def fitting(self, shape: Any) -> Any:
+        """The shape of drafts, or a chain as deep where the call can only have chains, which its notes then say."""
+        if shape.is_chain or not (reason := self.chain_only_reason):
+            return shape
+        self.session.notes.append(f"chains instead of trees: {reason}")
+        return TokenTree.chain(shape.max_depth)
 
     def prefill(self, prompt: Prompt) -> None:
         """Takes in the prompts."""

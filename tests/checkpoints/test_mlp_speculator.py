@@ -64,7 +64,7 @@ def test_teacher_forcing_is_the_stages_one_by_one(tmp_path):
         for place in ((0, 1), (1, 3)):
             state = speculator.start(hidden[place])
             for index in range(3):
-                state, one = speculator.step(index, state, tokens[place][index])
+                state, one = speculator.stage(index)(state, tokens[place][index])
                 torch.testing.assert_close(one, logits[(index, *place)], atol=1e-5, rtol=1e-5)
         assert torch.equal(speculator(hidden, tokens[..., :2]), logits[:2])
     # The norm is taken in float32: the squares of these states overflow in half precision.

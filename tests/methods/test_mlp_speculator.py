@@ -81,7 +81,7 @@ class TestTrees:
         for index, width in enumerate(widths):
             grown = []
             for path, state, last, score in front:
-                new_state, logits = speculator.step(index, state, last)
+                new_state, logits = speculator.stage(index)(state, last)
                 for value, child in zip(*logits.log_softmax(-1).topk(width)):
                     grown.append(((*path, int(child)), new_state, child, score + float(value)))
             found |= {path: score for path, _, _, score in grown}

@@ -180,11 +180,7 @@ class MedusaCandidateGenerator(NetworkGenerator):
         if tree is None and self.threshold and session.supports_trees:
             # Under a grammar it grows level by level.
             return DynamicTree.of(heads.num_heads - 1, min(NUM_RANKS, heads.lm_head_size), self.num_nodes + 1)
-        tree = tree or self._default_tree()
-        if session.supports_trees or tree.is_chain:
-            return tree
-        session.notes.append("medusa drafts chains: the target cannot verify trees.")
-        return TokenTree.chain(tree.max_depth)
+        return self.fitting(tree or self._default_tree())
 
     @property
     def shared_modules(self) -> tuple[torch.nn.Module, ...]:

@@ -28,7 +28,6 @@ from ...drafting.state import Entries, NetworkState
 from ...drafts import TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
-from ...protocol import Session
 from ...settings import SpeculativeConfig
 from ...settings.checks import MOST_DRAFT_TOKENS, Options, draft_sample_method_field, setting
 from ..networks import NetworkGenerator
@@ -118,7 +117,8 @@ class MLPSpeculatorCandidateGenerator(NetworkGenerator):
     def shape(self) -> TokenTree | DynamicTree:
         network: MLPSpeculator = self.network
         self.stages: list[MLPStage] = [network.stage(index) for index in range(network.config.n_predict)]
-        return _plan(self.config, network, self.session, self.chain_only_reason)
+        prefers_trees = self.session.device.type != "cpu" and not self.chain_only_reason
+        return self.fitting(_plan(self.config, network, self.session.device, prefers_trees))
 
     @property
     def graph_key(self) -> tuple[Any, ...]:
@@ -153,7 +153,7 @@ class MLPSpeculatorCandidateGenerator(NetworkGenerator):
 
 
 def _plan(
-    config: SpeculativeConfig, network: MLPSpeculator, session: Session, chain_only_reason: str | None
+    config: SpeculativeConfig, network: MLPSpeculator, device: torch.device, prefers_trees: bool
 ) -> TokenTree | DynamicTree:
     """Shape of the drafts of a call: a static tree, chains among them, or one that is grown."""
     sizes = network.config
@@ -163,18 +163,11 @@ def _plan(
             raise SpecConfigError(
                 f"`speculative_token_tree` is a whole tree, and `{growth[0]}` is about growing one. Leave one out."
             )
-        plan = static_tree(config.speculative_token_tree, network.num_tokens, sizes.n_predict)
-    else:
-        config.check_against_target(num_heads=sizes.n_predict)
-        grows = config.num_speculative_tokens is None and session.device.type != "cpu" and not chain_only_reason
-        if growth or grows:
-            plan = _growth_plan(config, network, session.device)
-        else:
-            plan = TokenTree.chain(config.num_speculative_tokens or min(_CHAIN_LENGTH, sizes.n_predict))
-    if not chain_only_reason or plan.is_chain:
-        return plan
-    session.notes.append(f"chains instead of trees: {chain_only_reason}")
-    return TokenTree.chain(plan.max_depth)
+        return static_tree(config.speculative_token_tree, network.num_tokens, sizes.n_predict)
+    config.check_against_target(num_heads=sizes.n_predict)
+    if growth or (prefers_trees and config.num_speculative_tokens is None):
+        return _growth_plan(config, network, device)
+    return TokenTree.chain(config.num_speculative_tokens or min(_CHAIN_LENGTH, sizes.n_predict))
 
 
 def _growth_plan(config: SpeculativeConfig, network: MLPSpeculator, device: torch.device) -> TokenTree | DynamicTree:

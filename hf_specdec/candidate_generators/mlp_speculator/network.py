@@ -93,15 +93,11 @@ class MLPSpeculator(LoadedNetwork):
         rows = head.weight[: self.num_tokens]
         return MLPStage(emb.weight, proj.weight, ln.weight, ln.bias, rows, self._token_weight)
 
-    def step(self, index: int, state: torch.Tensor, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """New states `(..., D)` and logits `(..., V)` of a stage, from the states before it and tokens `(...)`."""
-        return self.stage(index)(state, tokens)
-
     def forward(self, hidden: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:
         """Logits `(m, ..., V)` of the first m stages after states `(..., H)` and the text's tokens `(..., m)`."""
         state, logits = self.start(hidden), []
         for index in range(tokens.shape[-1]):
-            state, of_stage = self.step(index, state, tokens[..., index])
+            state, of_stage = self.stage(index)(state, tokens[..., index])
             logits.append(of_stage)
         return torch.stack(logits)
 
@@ -122,7 +118,7 @@ class MLPStage(NamedTuple):
     token_weight: float
 
     def __call__(self, state: torch.Tensor, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `MLPSpeculator.step`."""
+        """New states `(..., D)` and logits `(..., V)`, from the states before and tokens `(...)`."""
         embedded = F.embedding(tokens, self.embedding)
         mixed = torch.add(F.linear(state, self.projection), embedded, alpha=self.token_weight)
         state = F.gelu(torch.addcmul(self.shift, _normed(mixed), self.scale))

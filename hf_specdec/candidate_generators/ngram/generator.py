@@ -197,7 +197,8 @@ class NgramCandidateGenerator(CandidateGenerator):
             # The row will forget its beginning, and places are others then.
             return None
         texts.write(commit.rows, tokens, width)
-        rule, limits = self._rule(longest), [min(room, longest) for room in commit.max_draft_tokens]
+        rule = LookupRule(self.options, self._num_matches, longest, self._most_nodes(longest))
+        limits = [min(room, longest) for room in commit.max_draft_tokens]
 
         def look_up(state: NetworkState, new: Entries) -> FoundTrees:
             return rule.draft(*state.slots.with_new(new), new.limits)
@@ -208,23 +209,10 @@ class NgramCandidateGenerator(CandidateGenerator):
             # Capturing has failed.
             return None
         texts.will_grow = True
-        self._ahead = self._drafted(trees), commit.rows, limits
-        return self._ahead[0]
-
-    def _rule(self, longest: int) -> LookupRule:
-        options = self.options
-        return LookupRule(
-            self._num_matches,
-            options.min_match,
-            options.max_match,
-            options.takes_first,
-            options.tokens_per_matched,
-            longest,
-            self._most_nodes(longest),
-        )
-
-    def _drafted(self, trees: FoundTrees) -> DraftTree:
-        return DraftTree.chain(trees.tokens, trees.num_nodes) if self._num_matches == 1 else DraftTree(*trees)
+        is_chain = self._num_matches == 1
+        draft = DraftTree.chain(trees.tokens, trees.num_nodes) if is_chain else DraftTree(*trees)
+        self._ahead = draft, commit.rows, limits
+        return draft
 
     @property
     def acceptance_probs(self) -> list[list[float]]:

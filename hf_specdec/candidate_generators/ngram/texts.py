@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,6 +24,10 @@ from ...kernels.matches import match_lengths
 from ...target.store import padded_rows
 from ...threads import Lock
 from ...transfers import RowNumbers, upload
+
+
+if TYPE_CHECKING:
+    from .generator import NgramOptions
 
 
 class RowText:
@@ -84,13 +88,10 @@ class FoundTrees(NamedTuple):
 
 @dataclass(frozen=True)
 class LookupRule:
-    """Which places are drafted from, and how much; the names are those of the options."""
+    """Which places are drafted from, and how much."""
 
+    options: NgramOptions
     num_matches: int  # M
-    min_match: int
-    max_match: int
-    takes_first: bool
-    tokens_per_matched: int | None
     depth: int  # D
     num_nodes: int  # N
 
@@ -98,8 +99,8 @@ class LookupRule:
         """Merges what followed the best matches, to depths `limits` `(R,)`, in texts as for [`match_lengths`]."""
         matched, ends = self._best_matches(texts, lengths)
         most = limits[:, None]
-        if self.tokens_per_matched is not None:
-            most = torch.minimum(most, self.tokens_per_matched * matched)
+        if self.options.tokens_per_matched is not None:
+            most = torch.minimum(most, self.options.tokens_per_matched * matched)
         counts = torch.minimum(most, lengths[:, None] - ends) * (matched > 0)
         depths = torch.arange(self.depth, device=texts.device)
         places = (ends[..., None] + depths).clamp(max=texts.shape[1] - 1)
@@ -108,13 +109,13 @@ class LookupRule:
 
     def _best_matches(self, texts: torch.LongTensor, lengths: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Lengths `(R, M)` of the best matches, 0 where there are fewer, and the places `(R, M)` after them."""
-        size = texts.shape[1]
-        matches = match_lengths(texts, lengths, self.max_match)
+        size, takes_first = texts.shape[1], self.options.takes_first
+        matches = match_lengths(texts, lengths, self.options.max_match)
         places = torch.arange(size, device=texts.device)
-        keys = matches * size + (size - 1 - places if self.takes_first else places)
+        keys = matches * size + (size - 1 - places if takes_first else places)
         best = keys.topk(min(self.num_matches, size), dim=1).values
         matched, place = best // size, best % size
-        return matched * (matched >= self.min_match), (size - 1 - place if self.takes_first else place) + 1
+        return matched * (matched >= self.options.min_match), (size - 1 - place if takes_first else place) + 1
 
     def _merged(self, tokens: torch.LongTensor, is_valid: torch.BoolTensor) -> FoundTrees:
         """Trees of chains `(R, M, D)`: the first one, then what the second does not share with it, and so on."""

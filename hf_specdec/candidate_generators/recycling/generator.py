@@ -164,11 +164,7 @@ class RecyclingCandidateGenerator(CandidateGenerator):
                     f"`speculative_token_tree` asks for the child of rank {highest}, and token recycling knows "
                     f"{NUM_SUCCESSORS} successors of a token. Use ranks below that."
                 )
-        tree = TokenTree(paths, _ACCURACIES)
-        if self.session.supports_trees or tree.is_chain:
-            return tree
-        self.session.notes.append("recycling drafts chains: the target cannot verify trees.")
-        return TokenTree(TokenTree.chain(tree.max_depth).paths, _ACCURACIES)
+        return TokenTree(self.fitting(TokenTree(paths)).paths, _ACCURACIES)
 
     @property
     def num_draft_nodes(self) -> int:

@@ -325,30 +325,18 @@ class SuffixCandidateGenerator(CandidateGenerator):
     def propose(self, step: DraftStep) -> DraftTree:
         most_nodes, rooms = self.shared_length(len(step.rows)), self.draft_depths(step)
         leads = step.leads or [[]] * len(step.rows)
-        rows = zip(self.state.requests.ids, self.state.contexts, leads, rooms)
-        self._found = [
-            (self._speculate(request, self._tail(context + lead), room, most_nodes), room)
-            for request, context, lead, room in rows
-        ]
+        factor = 1.0 if self.options.max_spec_factor is None else self.options.max_spec_factor
+        how = {"min_token_prob": self.options.min_token_prob, "use_tree_spec": self._drafts_trees}
+        self._found = []
+        for request, context, lead, room in zip(self.state.requests.ids, self.state.contexts, leads, rooms):
+            most = most_nodes if self._drafts_trees else min(most_nodes, room)
+            # A match has at least one token: a larger factor changes nothing, until it overflows the library's int.
+            limits = {"max_spec_tokens": most, "max_spec_factor": min(factor, most), **how}
+            self._found.append((self.cache.speculate(request, self._tail(context + lead), **limits), room))
         trees = [shallow(draft.token_ids, draft.parents, room) for draft, room in self._found]
         tokens, parents = map(list, zip(*trees)) if trees else ([], [])
         self.lookups.count(list(map(len, tokens)), rooms, self.cache.num_cached_tokens, self.cache.num_bytes)
         return DraftTree.from_lists(tokens, self.session.device, parents)
-
-    def _speculate(
-        self, request: tuple[int, int], context: list[int], room: int, most_nodes: int
-    ) -> SuffixDecodingDraft:
-        options = self.options
-        limit = most_nodes if self._drafts_trees else min(most_nodes, room)
-        return self.cache.speculate(
-            request,
-            context,
-            max_spec_tokens=limit,
-            # A match has at least one token: a larger factor changes nothing, until it overflows the library's int.
-            max_spec_factor=min(1.0 if options.max_spec_factor is None else options.max_spec_factor, limit),
-            min_token_prob=options.min_token_prob,
-            use_tree_spec=self._drafts_trees,
-        )
 
     @property
     def acceptance_probs(self) -> list[list[float]]:

@@ -34,13 +34,11 @@ _UNKNOWN_LENGTH = 2**31 - 1
 
 
 class AssistedSide:
-    """Tells a candidate generator as prefill and commits what transformers only shows as a text that grows.
+    """Tells a candidate generator as prefill and commits what transformers only shows as a text that grows."""
 
-    Nothing is drafted before the target has read the prompt, as in this package's loop, so that both have the same
-    cycles. Hidden states are captured in forwards of the `target`, by hooks that leave with each of them; without it
-    they are those that the host hands over, which lack what enters the final norm.
-    """
-
+    # Nothing is drafted before the target has read the prompt, as in this package's loop, so that both have the same
+    # cycles. Hidden states are captured in forwards of the `target`, by hooks that leave with each of them; without it
+    # they are those that the host hands over, which lack what enters the final norm.
     def __init__(self, generator: CandidateGenerator, target: torch.nn.Module | None = None):
         self.unbound = generator
         self.target = target
@@ -179,11 +177,7 @@ class AssistedSide:
 
 
 class UnboundCandidateGenerator(CandidateGenerator):
-    """A candidate generator for one call that is not known yet: what [`Speculator.candidate_generator`] gives.
-
-    `generate(assistant=...)` binds it to its call, and so does the first request of transformers' own assisted
-    decoding, where `close()` ends it.
-    """
+    """A generator that `generate(assistant=...)` binds to its call, or transformers' loop, where `close()` ends it."""
 
     def __init__(self, speculator: Speculator):
         self.speculator = speculator
@@ -202,10 +196,7 @@ class UnboundCandidateGenerator(CandidateGenerator):
 
 
 class StockCandidateGenerator(CandidateGenerator):
-    """Lets a candidate generator of transformers' own protocol draft for the loop, at batch size 1.
-
-    Its drafts are verified as point masses, whatever they were drawn from, which keeps the target's distribution.
-    """
+    """Lets a generator of transformers' own protocol draft for the loop, one row, whose drafts are point masses."""
 
     # Upper bound only; stock generators choose their own length.
     default_num_speculative_tokens = 256

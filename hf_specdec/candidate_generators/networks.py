@@ -270,14 +270,11 @@ class NetworkGenerator(CandidateGenerator):
         state: NetworkState,
         new: Entries,
         rows: list[int],
-        before: list[int],
+        before: list[int],  # tokens of the rows in front of these entries
         depths: list[int],
-        chosen: int | None,
+        chosen: int | None,  # that of [`DraftStep`]
     ) -> DraftNodes | None:
-        """What a graph drafts after new entries of rows, `None` where there is none to run.
-
-        The rows had so many tokens `before`, and have these largest `depths`; `chosen` is that of [`DraftStep`].
-        """
+        """What a graph drafts after new entries of rows, `None` where there is none to run."""
         plan, sampler, deepest, key = self.plan, self.session.sampler, self.plan.max_depth, self.graph_key
         stack = sampler.in_graphs(rows) if self.samples_drafts else None
         if stack is not None:

@@ -12,17 +12,14 @@ from .base import CandidateGenerator
 
 
 class Wrapper(CandidateGenerator):
-    """Drives other candidate generators in one call; the last one may read states and have a network.
-
-    The `readers` are told of the text for each of them: itself, or an [`UnreadText`] that tells it later.
-    """
+    """Drives other candidate generators in one call; the last one may read states and have a network."""
 
     def __init__(
         self,
         config: SpeculativeConfig | None,
         session: Session | None,
         generators: Sequence[CandidateGenerator],
-        readers: Sequence[Any],
+        readers: Sequence[Any],  # told of the text for each: itself, or an [`UnreadText`] that tells it later
     ):
         self.config = config
         self.session = session

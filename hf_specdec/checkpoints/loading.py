@@ -84,10 +84,7 @@ def load(
     target_model: nn.Module,
     given: nn.Module | None = None,
 ) -> Any:
-    """Loads the network of `config.model`, in the target's dtype and on its device unless the settings differ.
-
-    One that is `given` was made elsewhere, such as one in training, and is checked in its place.
-    """
+    """Loads the network of `config.model`, or checks one that is `given` and was made elsewhere, as in training."""
     if given is not None:
         check_given(given, network_class, config, target_model)
         return given.fitted(config, target_model)

@@ -40,9 +40,7 @@ def layer_sizes(target: PreTrainedModel, size: int, intermediate_size: int, num_
 
 @torch.no_grad()
 def begin_as(own_layer: nn.Module, layer: nn.Module) -> None:
-    """Initialises a draft's layer with one of the target's, as far as names and shapes agree; a narrower MLP takes the
-    first part.
-    """
+    """Initialises a draft's layer with the target's where names agree; a narrower MLP takes the first part."""
     mine = dict(own_layer.named_parameters())
     for name, weight in layer.named_parameters():
         if name in mine and (weight := numbers_of(weight)) is not None and weight.dim() == mine[name].dim():
@@ -63,10 +61,9 @@ def begin_near(fusion: nn.Linear, shares: Sequence[float]) -> None:
 def copy_rows(
     table: nn.Embedding | nn.Linear, source: nn.Embedding | nn.Linear, ids: torch.LongTensor | None = None
 ) -> None:
-    """Initialises a draft's embedding or lm_head with rows of the target's, those of `ids` or the first ones; in a
-    narrower draft with their coordinates along the main directions of all rows. A wider draft, and one whose target
-    has packed weights that only their module can read, keeps its random weights.
-    """
+    """Initialises a draft's embedding or lm_head with rows of the target's, those of `ids` or the first ones."""
+    # A narrower draft takes their coordinates along the main directions of all rows. A wider one, and one whose target
+    # has packed weights that only their module can read, keeps its random weights.
     width, rows = table.weight.shape[1], numbers_of(source.weight)
     if rows is None or width > rows.shape[1]:
         return

@@ -165,9 +165,7 @@ def _text_and_prompt(
 
 
 def pack(documents: Dataset, length: int, eos_token_id: int | None, max_tokens: int | None = None) -> Dataset:
-    """Packs documents into rows of `length` tokens, each followed by `eos_token_id`; the last tokens, too few for a
-    row, are left out.
-    """
+    """Packs documents, each with its end, into whole rows of `length` tokens."""
     end = [] if eos_token_id is None else [eos_token_id]
     parts = [np.array([*tokens, *end], dtype=np.int32) for tokens in documents["tokens"]]
     stream = np.concatenate([np.zeros(0, dtype=np.int32), *parts])[:max_tokens]

@@ -235,11 +235,9 @@ class _Cycle:
 
 
 def merged(retrieved: DraftTree, drafted: DraftTree, from_model: Sequence[bool]) -> DraftTree:
-    """The drafts of rows of which some, those `from_model`, have that of the model, and the others a retrieved one.
-
-    Beside sampled drafts a retrieved one is a chain, sampled from point masses on its tokens, for which rejection
-    sampling is the same as following the target.
-    """
+    """The drafts of rows of which some, those `from_model`, have that of the model, and the others a retrieved one."""
+    # Beside sampled drafts a retrieved one is a chain, sampled from point masses on its tokens, for which rejection
+    # sampling is the same as following the target.
     if drafted.probs is not None and not retrieved.is_chain:
         chains = list(map(first_path, retrieved.token_lists(), retrieved.parent_lists()))
         retrieved = DraftTree.from_lists(chains, drafted.tokens.device)

@@ -96,10 +96,7 @@ class MedusaOptions(Options):
 
 
 class RankCounts:
-    """Counts the rank of the right token among the candidates of its head. Threads may share one.
-
-    A head is counted only where all heads before it were right: a node's probability is the product along its path.
-    """
+    """Counts the rank of the right token of each head, where all heads before it were right. Threads may share one."""
 
     def __init__(self, expected: Sequence[Sequence[float]] | None, num_heads: int):
         self.accuracies = expected  # [head][rank], as last reviewed; a new object each time
@@ -307,12 +304,10 @@ def _paying(tree: TokenTree, accuracies: Sequence[Sequence[float]], num_nodes: i
 
 
 def node_cost(session: Session, dtype: torch.dtype) -> float:
-    """Cost of verifying a node, as a share of a cycle without any.
-
-    Measured on a CPU: a node in each of B rows costs what B / (5 + 5 B) such cycles do in float32, and B / (18 + 5 B)
-    in half precision, since small products are bound by arithmetic. The published trees were made for GPUs, where all
-    nodes ride along with the weights.
-    """
+    """Cost of verifying a node, as a share of a cycle without any."""
+    # Measured on a CPU: a node in each of B rows costs what B / (5 + 5 B) such cycles do in float32, B / (18 + 5 B)
+    # in half precision, since small products are bound by arithmetic. The published trees were made for GPUs, where
+    # all nodes ride along with the weights.
     if session.device.type != "cpu":
         return 0.0
     batch_size, alone = session.batch_size, 5 if dtype == torch.float32 else 18

@@ -88,11 +88,7 @@ class SuccessorTable:
     def fill(
         self, tree: TokenTree, anchor: int, matcher: GrammarMatcher | None = None
     ) -> tuple[list[int], list[int], list[int]]:
-        """Fills a tree of ranks with tokens after an anchor, of those that its place in a grammar allows.
-
-        Returned are tokens, parents (-1: the anchor) and nodes of `tree` of those that have a token: below an empty
-        entry there are none.
-        """
+        """Tokens, parents and nodes of a tree of ranks after an anchor, as far as allowed tokens are known."""
         if matcher is None:
             tokens, parents, nodes = self._kernels.fill_tree(self.successors, *_arrays(tree), anchor).tolist()
             return tokens, parents, nodes

@@ -46,10 +46,7 @@ def check_can_draft(model: torch.nn.Module) -> None:
 
 
 class OwnSlots(ModelSlots):
-    """A target's slots for its first layers, or for all where their number is `None`.
-
-    With a window drafts see the first `num_sinks` slots of a text, and those of the window at its end.
-    """
+    """A target's slots for its first or all layers; with a window drafts see that and the first `num_sinks` slots."""
 
     def __init__(self, target: SlotModel, num_layers: int | None, num_sinks: int = 0, window: int | None = None):
         # States that are asked for are those of whole forwards.

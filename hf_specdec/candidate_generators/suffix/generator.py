@@ -210,11 +210,8 @@ class SuffixCache:
     def speculate(
         self, req_id: Hashable, context: Sequence[int] | np.ndarray, max_spec_tokens: int, **limits: Any
     ) -> SuffixDecodingDraft:
-        """The better draft of the active request's own tree and the global tree, after the last tokens of its text.
-
-        The `limits` are those of the library. `probs` of a draft are estimates from counts, not a distribution that it
-        was drawn from, and `score` is their sum; `match_len` may be positive for an empty draft.
-        """
+        """The better draft of a request's own tree and the global one, after the last tokens of its text."""
+        # Its `probs` are estimates from counts, and `score` is their sum; `match_len` may be positive without a draft.
         context = _token_array(context)
         with self._lock:
             return self._library.speculate(req_id, context, max_spec_tokens, **limits)

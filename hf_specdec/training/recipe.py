@@ -106,11 +106,13 @@ class Recipe(Options, ABC):
     def losses(self, network: Any, reading: Reading) -> Iterator[torch.Tensor | float]:
         """The parts of the loss of a batch, those of its tokens by `token_loss`."""
 
-    # The cycle of position t knows the tokens up to t + 1, the target's own, and drafts those at t + 2, t + 3, ... The
-    # tokens drafted before one may be the text's: it counts only after right ones.
     @abstractmethod
     def drafts(self, network: Any, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
-        """The candidates `(K, R, B, C)` of cycles at anchors `(B, C)`, the best first and by the target's ids."""
+        """The candidates `(K, R, B, C)` of cycles at anchors `(B, C)`, the best first and by the target's ids.
+
+        The cycle of position t knows the tokens up to t + 1, the target's own, and drafts those at t + 2, t + 3, ...
+        The tokens drafted before one may be the text's: it counts only after right ones.
+        """
 
     def save(self, network: nn.Module, folder: Path, dtype: torch.dtype = torch.bfloat16, **about: Any) -> None:
         """Writes a copy in the dtype, with what it may tell `about` it: `target_name`, `tokenizer`, `acceptance`."""

@@ -102,7 +102,7 @@ def refused_key(config: Mapping[str, Any], read_keys: frozenset[str]) -> str | N
 
 def unknown_keys(config: Mapping[str, Any], read_keys: frozenset[str]) -> list[str]:
     """Names of the keys about the drafter alone that nobody here knows. What is empty or switched off says nothing."""
-    unread = _unread(config, read_keys | _HARMLESS | _COMPUTED.keys())
+    unread = _unread(config, read_keys.union(_HARMLESS, _COMPUTED))
     return [name for name, _, value, is_own in unread if value and is_own]
 
 

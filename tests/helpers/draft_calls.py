@@ -128,8 +128,11 @@ CASES = {
     "medusa": ("medusa/own_lm_heads", {"num_draft_nodes": 12}),
     "medusa chain": ("medusa/targets_lm_head", {"num_speculative_tokens": 3}),
     "medusa measured": ("medusa/token_map", {"medusa_tree": "measured", "num_draft_nodes": 6}),
-    "medusa probable paths": ("medusa/token_map", {"draft_min_path_prob": 0.05, "num_draft_nodes": 9}),
-    "medusa improbable chain": ("medusa/own_lm_heads", {"draft_min_path_prob": 0.2, "num_speculative_tokens": 3}),
+    "medusa probable paths": ("medusa/token_map", {"draft_confidence_threshold": 0.05, "num_draft_nodes": 9}),
+    "medusa improbable chain": (
+        "medusa/own_lm_heads",
+        {"draft_confidence_threshold": 0.2, "num_speculative_tokens": 3},
+    ),
     "mlp speculator chain": ("mlp_speculator/tied", {"num_speculative_tokens": 3}),
     "mlp speculator tree": ("mlp_speculator/untied", {"num_draft_nodes": 7}),
     "mlp speculator candidates": ("mlp_speculator/tied", {"mlp_speculator_num_candidates": 4}),

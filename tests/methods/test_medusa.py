@@ -138,7 +138,7 @@ class TestTrees:
 
 def test_the_most_probable_paths_are_drafted_as_far_as_they_are_probable():
     heads, threshold = random_heads(logit_scale=0.3), 0.02
-    settings = {"draft_min_path_prob": threshold, "num_draft_nodes": 9}
+    settings = {"draft_confidence_threshold": threshold, "num_draft_nodes": 9}
     generator = medusa_speculator(heads, **settings).candidate_generator(Session(3, 100, CPU))
     states, tokens, limits = torch.randn(3, 1, 32), torch.zeros(3, 1, dtype=torch.long), [4, 2, 0]
     generator.observe(Commit([0, 1, 2], tokens, tokens.tolist(), [0] * 3, {"last": states}))

@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hf_specdec.candidate_generators.ngram import generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.candidate_generators.ngram.texts import LONGEST_MATCH, CallTexts, DeviceTexts, RowText
+from hf_specdec.candidate_generators.ngram.texts import LONGEST_MATCH, CallTexts, DeviceTexts, LookupRule, RowText
 from hf_specdec.drafting.state import Entries
 from hf_specdec.drafts import DraftTree
 from hf_specdec.kernels.text import best_matches
@@ -230,8 +230,10 @@ def drafts_of_host_and_device(texts, rooms, **options):
         memory[row, : len(text)] = torch.tensor(text)
     longest = generator.config.num_speculative_tokens
     most = torch.tensor([min(room, longest) for room in rooms])
-    found = generator._rule(longest).draft(memory, torch.tensor(list(map(len, texts))), most)
-    device = generator._drafted(found)
+    rule = LookupRule(generator.options, generator._num_matches, longest, generator.num_draft_nodes)
+    found = rule.draft(memory, torch.tensor(list(map(len, texts))), most)
+    is_chain = generator._num_matches == 1
+    device = DraftTree.chain(found.tokens, found.num_nodes) if is_chain else DraftTree(*found)
     assert (host.token_lists(), host.parent_lists()) == (device.token_lists(), device.parent_lists())
     return device
 

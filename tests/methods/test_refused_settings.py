@@ -37,7 +37,7 @@ def test_settings_that_do_not_fit():
         ("medusa/own_lm_heads", {"num_speculative_tokens": 2, "medusa_tree": "measured"}, "fixes the draft tree"),
         (
             "medusa/own_lm_heads",
-            {"draft_min_path_prob": 0.1, "medusa_tree": "measured"},
+            {"draft_confidence_threshold": 0.1, "medusa_tree": "measured"},
             "and `medusa_tree`='measured'",
         ),
         ("mlp_speculator/tied", {"num_speculative_tokens": 5}, "`num_speculative_tokens`=5 is more than the 4 heads"),

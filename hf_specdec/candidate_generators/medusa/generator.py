@@ -77,7 +77,7 @@ class MedusaOptions(Options):
         key="medusa_tree",
         published=True,
     )
-    draft_min_path_prob: float = setting(
+    draft_confidence_threshold: float = setting(
         0.0,
         "Above 0 each row gets the most probable paths of its candidates, `num_draft_nodes` at most, instead of one "
         "tree for all texts, as far as their probability is above this. A chain or tree that is asked for ends there.",
@@ -88,10 +88,10 @@ class MedusaOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.draft_min_path_prob and self.tree == "measured":
+        if self.draft_confidence_threshold and self.tree == "measured":
             raise SpecConfigError(
-                f"`draft_min_path_prob`={self.draft_min_path_prob} lets probabilities choose the tree, and "
-                "`tree`='measured' counts. Leave one out."
+                f"`draft_confidence_threshold`={self.draft_confidence_threshold} lets probabilities choose the tree, "
+                "and `tree`='measured' counts. Leave one out."
             )
 
 
@@ -170,7 +170,7 @@ class MedusaCandidateGenerator(NetworkGenerator):
         heads, asked, session = self.resources.heads, self.options.num_draft_nodes, self.session
         self.num_nodes = asked or _NUM_NODES
         self.node_cost: float = node_cost(session, heads.weights[0].dtype) if asked is None else 0.0
-        self.threshold: float = self.options.draft_min_path_prob
+        self.threshold: float = self.options.draft_confidence_threshold
         tree = chosen_tree(self.config, heads)
         self.counts: RankCounts | None = self.resources.counts if tree is None and self._measures() else None
         self._accuracies = self.counts.accuracies if self.counts else heads.accuracies
@@ -212,7 +212,8 @@ class MedusaCandidateGenerator(NetworkGenerator):
         if limits.threshold or not draw.is_plain:
             logits = heads.short_logits(hidden, lm_head, depth).transpose(0, 1) * heads.logit_scale
             if not (draw.is_plain and isinstance(plan, DynamicTree)):
-                return Positions(logits).grow(plan, new.last(new.tokens), limits, draw)
+                # No head looks at the anchors, which graphs have not.
+                return Positions(logits).grow(plan, hidden.new_zeros(len(hidden), dtype=torch.long), limits, draw)
             nodes = best_prefixes(best_candidates(logits, len(plan), self.token_ids), len(plan), limits)
             # The best come first, and the first one in any case.
             counts = (nodes.log_probs > math.log(limits.threshold)).sum(1)

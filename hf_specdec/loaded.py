@@ -33,8 +33,9 @@ class Loaded:
     resources: Any
     draft_model: torch.nn.Module | None = None  # that was passed
     identity: Hashable = None  # of the files that were read
-    # Hashes of the settings that it has been checked with.
-    checked: Recent[bool] = field(default_factory=lambda: Recent(_MOST_LEARNT))
+    key: Hashable = None  # under which it is kept
+    # Speculators by the hash of their settings, each after what else it rests on.
+    speculators: Recent[tuple[Any, Any]] = field(default_factory=lambda: Recent(_MOST_LEARNT))
 
     @property
     def network(self) -> torch.nn.Module | None:
@@ -53,6 +54,8 @@ class TargetRecord:
         self.chosen: Recent[Any] = Recent(_MOST_CHOSEN)  # the drafter and why, by the settings of the search
         self.learnt: Recent[Any] = Recent(_MOST_LEARNT)  # profiles, each beside a weak reference to its draft network
         self.accepted: Recent[Any] = Recent(_MOST_LEARNT)  # sums of the last drafts, by settings
+        # By the text of what calls asked for, the key of their drafter and the hash of their settings.
+        self.requests: Recent[tuple[Hashable, str]] = Recent(_MOST_LEARNT)
         self.searching: Lock = Lock()  # held while drafters are looked for: threads that begin together search once
         self.lock: Lock = Lock()  # held for short updates
         self._loading: WeakValueDictionary[Hashable, Lock] = WeakValueDictionary()
@@ -61,6 +64,12 @@ class TargetRecord:
     def loaded(self) -> list[Loaded]:
         """Resources that are loaded, the least recently used first."""
         return self.drafters.values()
+
+    def of_request(self, request: str, draft_model: torch.nn.Module | None) -> tuple[Any, Any] | None:
+        """What the speculator of an earlier call that asked for the same rests on, and it itself."""
+        key, settings = self.requests.get(request, (None, None))
+        entry = self.drafters.get(key)
+        return entry.speculators.get(settings) if entry is not None and entry.draft_model is draft_model else None
 
     def load_once(
         self,
@@ -86,7 +95,7 @@ class TargetRecord:
                     # The commit of a repository is known once it is read. A folder that has changed meanwhile is read
                     # anew by the next call.
                     identity = files.identity()
-                entry = Loaded(generator_class, resources, draft_model, identity)
+                entry = Loaded(generator_class, resources, draft_model, identity, key)
                 self.drafters.put(key, entry)
             return entry
 

@@ -31,11 +31,12 @@ from .method import (
     built_in_methods,
     drafting_method,
     is_language_model,
+    is_method_name,
     own_layers_method,
     parts_of,
     resolve_candidate_generator,
 )
-from .resolve import resolve
+from .resolve import as_text, resolve
 from .settings import AUTO, SpeculativeConfig
 from .speculator import Speculator
 from .target.graphs import forget_graphs
@@ -80,14 +81,41 @@ def load_speculator(
         raise no_target(target_model)
     # What torch.compile() makes of a model holds it.
     draft_model = getattr(draft_model, "_orig_mod", draft_model)
-    if draft_model is not None and settings.get("method") in (None, AUTO):
-        named = config.get("method") if isinstance(config, Mapping) else getattr(config, "method", config)
-        if named in (None, AUTO):
-            settings["method"] = _method_of(draft_model)
+    named = config.get("method") if isinstance(config, Mapping) else getattr(config, "method", config)
+    if settings.get("method") not in (None, AUTO):
+        named = settings["method"]
+    elif draft_model is not None and named in (None, AUTO):
+        named = settings["method"] = _method_of(draft_model)
+    # A checkpoint without a method may name another one the next time.
+    is_settled = tokenizers is None and isinstance(named, str) and is_method_name(named)
+    request = as_text(config, settings) if is_settled else None
+    if request is not None and (known := record_of(target_model).of_request(request, draft_model)) is not None:
+        basis, speculator = known
+        files = _files(speculator.generator_class, speculator.config, target_model, draft_model)
+        if basis == _basis(target_model, speculator.config, None if files is None else files.identity()):
+            return speculator
     resolved = resolve(config, settings, target_model.config)
     if resolved.is_to_be_found and draft_model is None:
         return _load_found(target_model, resolved)
-    return _load(target_model, resolved, draft_model, tokenizers)
+    return _load(target_model, resolved, draft_model, tokenizers, request)
+
+
+def _basis(target_model: torch.nn.Module, config: SpeculativeConfig, identity: Any) -> tuple[Any, ...]:
+    """What a speculator rests on beside its settings, that of its files included."""
+    # Methods are registered anew, and some settings leave it to the environment whether lengths adapt.
+    generator_class = resolve_candidate_generator(config.method)
+    return generator_class, identity, config.is_adaptive, target_model.device, target_model.dtype
+
+
+def _files(
+    generator_class: type[CandidateGenerator],
+    config: SpeculativeConfig,
+    target_model: torch.nn.Module,
+    draft_model: torch.nn.Module | None,
+) -> RepoFiles | None:
+    """The files that a drafter is loaded from, if it is."""
+    source = generator_class.loaded_from(config, target_model) if draft_model is None else None
+    return None if source is None else RepoFiles.of(source)
 
 
 def _load(
@@ -95,7 +123,9 @@ def _load(
     config: SpeculativeConfig,
     draft_model: torch.nn.Module | None = None,
     tokenizers: tuple[PreTrainedTokenizerBase, PreTrainedTokenizerBase] | None = None,
+    request: str | None = None,
 ) -> Speculator:
+    """The speculator of these settings, which is found again by the text of a call's `request`."""
     generator_class = resolve_candidate_generator(config.method)
     if tokenizers is not None and not is_language_model(config.method):
         raise SpecConfigError(
@@ -116,12 +146,15 @@ def _load(
         if detected is not None and not is_language_model(detected) and detected not in parts_of(config.method):
             raise CheckpointFormatError(f"{error} It is a checkpoint for spec_method='{detected}'.") from error
         raise
-    profile = _profile(target_model, config, loaded.network) if config.is_adaptive else None
-    speculator = Speculator(config, generator_class, loaded.resources, profile, target_model)
-    if config.compute_hash() not in loaded.checked:
-        speculator.check(target_model)
-        loaded.checked.put(config.compute_hash(), True)
-    return speculator
+    known, basis = loaded.speculators.get(config.compute_hash()), _basis(target_model, config, loaded.identity)
+    if known is None or known[0] != basis:
+        profile = _profile(target_model, config, loaded.network) if config.is_adaptive else None
+        known = basis, Speculator(config, generator_class, loaded.resources, profile, target_model)
+        known[1].check(target_model)
+        loaded.speculators.put(config.compute_hash(), known)
+    if request is not None:
+        record_of(target_model).requests.put(request, (loaded.key, config.compute_hash()))
+    return known[1]
 
 
 def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Speculator:
@@ -172,9 +205,8 @@ def _load_candidate(
     is_named = candidate.place == "target" and config.method != AUTO
     with nullcontext() if is_named else only_safetensors():
         speculator = _load(target_model, resolve(candidate.configured(config), {}, target_model.config))
-    speculator.note = f"method='{config.method}' chose {candidate.title}: {reason}"
-    speculator.origin = candidate.origin
-    return speculator
+    note = f"method='{config.method}' chose {candidate.title}: {reason}"
+    return speculator.changed(note=note, origin=candidate.origin)
 
 
 # Most rejected candidates that an error lists.
@@ -222,8 +254,7 @@ def _loaded(
     # A tokenizer that is loaded again is the same. A wrong one costs acceptance, never the output.
     pair = [(type(item), item.name_or_path or id(item), len(item)) for item in tokenizers or ()]
     key = (config.method, draft_model is not None, config.written(generator_class.loaded_by), *pair)
-    source = generator_class.loaded_from(config, target_model) if draft_model is None else None
-    files = None if source is None else RepoFiles.of(source)
+    files = _files(generator_class, config, target_model, draft_model)
     if draft_model is not None and holds(draft_model, target_model):
         # What is kept for the target must not keep it alive.
         return Loaded(generator_class, load())

@@ -22,22 +22,19 @@ from .errors import SpecConfigError, shown
 from .hub.detect import detect_method
 from .hub.inspect import method_for_target
 from .hub.published import published_config, saved_settings, with_saved_settings
-from .method import is_method_name, names_of_methods, resolve_candidate_generator
+from .method import is_method_name, names_of_methods
 from .reading import parse_json, read_text, reading_settings
 from .settings import CONFIG_NAME, SpeculativeConfig
 from .settings.names import AUTO, merged
-from .threads import Recent
-
-
-# Configurations that named their method, by the JSON of what was given, each with its generator class at that time.
-_recent: Recent[tuple[SpeculativeConfig, type]] = Recent(64)
 
 
 def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedConfig | None) -> SpeculativeConfig:
     """The configuration that a user's `value` means, with a method; see [`SpeculativeConfig.resolve`]."""
     overrides = {key: item for key, item in overrides.items() if item is not None}
     with reading_settings(value, overrides):
-        config = _validated(value, overrides)
+        config = value
+        if overrides or not isinstance(value, SpeculativeConfig):
+            config = SpeculativeConfig(**merged(_read_settings(value), overrides))
         if config.method is None:
             config = with_saved_settings(config)
         if config.method is None:
@@ -49,23 +46,13 @@ def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedC
         return config
 
 
-def _validated(value: Any, overrides: dict[str, Any]) -> SpeculativeConfig:
-    """The configuration as it is written, that of an earlier call with the same JSON text if there was one."""
-    if isinstance(value, SpeculativeConfig) and not overrides:
-        return value
-    key = None
-    # A file may say something else the next time.
-    if not (isinstance(value, str) and value.rstrip().endswith(".json")):
-        with suppress(TypeError, ValueError, RecursionError):
-            key = json.dumps([value, overrides], default=_name_of_config)
-    config, generator_class = _recent.get(key, (None, None))
-    # The name of a method may have been registered anew.
-    if config is not None and generator_class == resolve_candidate_generator(config.method):
-        return config
-    config = SpeculativeConfig(**merged(_read_settings(value), overrides))
-    if key is not None and config.method not in (None, AUTO):
-        _recent.put(key, (config, resolve_candidate_generator(config.method)))
-    return config
+def as_text(value: Any, overrides: Mapping[str, Any]) -> str | None:
+    """What [`resolve`] is given as JSON; `None` where it has objects, or a file that may say something else later."""
+    if isinstance(value, str) and value.rstrip().endswith(".json"):
+        return None
+    with suppress(TypeError, ValueError, RecursionError):
+        return json.dumps([value, overrides], default=_name_of_config)
+    return None
 
 
 def _name_of_config(value: Any) -> Any:

@@ -155,14 +155,15 @@ class Speculator:
             return self
         longest = self._longest_drafts
         config = longest.replace(num_speculative_tokens=longest.num_speculative_tokens or FIXED)
-        return self._changed(config=config, is_adaptive=False)
+        return self.changed(config=config, is_adaptive=False)
 
     def without_texts(self, target_model: torch.nn.Module) -> Speculator:
         """A speculator like this one without what it remembers of texts. Weights and learnt costs are shared."""
         resources = _without_texts(self.generator_class, self.config, self.resources, target_model)
-        return self._changed(resources=resources, _target=ref(target_model))
+        return self.changed(resources=resources, _target=ref(target_model))
 
-    def _changed(self, **attributes: Any) -> Speculator:
+    def changed(self, **attributes: Any) -> Speculator:
+        """A speculator like this one with other attributes."""
         speculator = copy(self)
         vars(speculator).update({"_target": self._target, **attributes})
         return speculator

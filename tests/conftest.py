@@ -21,6 +21,7 @@ from transformers.utils import generic
 from transformers.utils import logging as transformers_logging
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
+from hf_specdec import modules
 from hf_specdec.kernels import products
 from hf_specdec.target import attention
 from hf_specdec.target import model as target
@@ -63,6 +64,12 @@ def as_talkative_as_before():
         logger.setLevel(level)
     if shows_progress and not transformers_logging.is_progress_bar_enabled():
         transformers_logging.enable_progress_bar()
+
+
+@pytest.fixture(autouse=True)
+def nothing_kept():
+    """What is kept of shared models knows nothing of what a test puts in the place of the package's functions."""
+    modules._kept.clear()
 
 
 @pytest.fixture(autouse=True)

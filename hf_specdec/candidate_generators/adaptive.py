@@ -47,6 +47,7 @@ class AdaptiveCandidateGenerator(Wrapper):
         self._limits: list[int] = []
         self._is_resting = False
         self._cuts_drafts: bool = controller.sizes is not None  # to what pays
+        self._is_rated = False  # the draft of this cycle is cut by what its drafter says of it
         self._ahead: tuple[list[int], list[int]] | None = None  # rows of the next cycle, and their limits
         self._longest: list[int] = []  # the largest limit of each cycle
 
@@ -77,7 +78,9 @@ class AdaptiveCandidateGenerator(Wrapper):
             self._clock.mark()
         limited = replace(step, max_draft_tokens=self._limits, depth=max(limits))
         self._drafted = self._draft = self.generator.propose(limited)
-        if self._cuts_drafts:
+        # Other chains have no ratings to be cut by.
+        self._is_rated = self._cuts_drafts and (self._draft.path_log_probs is not None or not self._draft.is_chain)
+        if self._is_rated:
             self._draft = self.controller.sizes.cut(self._drafted, max(self._limits), self.session.agreed)
             if self._drafted.is_chain:
                 # As if the drafter had ended it.
@@ -117,34 +120,31 @@ class AdaptiveCandidateGenerator(Wrapper):
             began = self._clock.now()
             self.generator.observe(commit)
             observing = self._clock.now() - began
+        # The first commit comes in front of all cycles.
         if self._longest and not self._is_resting:
-            self._count(commit, observing)
+            times = self._clock.end()
+            num_nodes, num_drafted, depths = 0, 0, [0] * len(commit.rows)
+            if self._draft is not None:
+                assert times.draft is not None, "the draft was not timed"
+                # Observing is a part of drafting.
+                times.draft, times.rest = times.draft + observing, times.rest - observing
+                num_nodes, num_drafted = self._draft.size, self._drafted.size
+                # It took as long as the drafter went deep, however few nodes are left. Asking a GPU would be a wait.
+                is_known = self._drafted is self._draft or self.session.device.type == "cpu"
+                depths = self._drafted.max_depths() if is_known else self._limits
+                if self._is_rated:
+                    self.controller.sizes.observe(self._draft, commit.num_accepted)
+            outcomes = list(map(RowOutcome, commit.rows, self._limits, depths, commit.num_accepted, commit.counts))
+            reading = None if times.reading is None else (self._num_read, times.reading)
+            if times.draft is not None and self.generator.late_reading is not None:
+                num_late, seconds = self.generator.late_reading
+                times.draft -= seconds
+                reading = (self._num_read + num_late, (times.reading or 0.0) + seconds)
+            self.controller.observe(outcomes, num_nodes, times.draft, times.rest, reading, num_drafted)
         if self._draft is None:
             self._unread.observe(commit)
             if len(self._unread.commits) >= _MOST_HELD:
                 self._unread.hand_over()
-
-    def _count(self, commit: Commit, observing: float) -> None:
-        times = self._clock.end()
-        num_nodes = num_drafted = 0
-        depths = [0] * len(commit.rows)
-        if self._draft is not None:
-            assert times.draft is not None, "the draft was not timed"
-            # Observing is a part of drafting.
-            times.draft, times.rest = times.draft + observing, times.rest - observing
-            num_nodes, num_drafted = self._draft.size, self._drafted.size
-            # It took as long as the drafter went deep, however few nodes are left. Asking a GPU would be a wait.
-            is_known = self._drafted is self._draft or self.session.device.type == "cpu"
-            depths = self._drafted.max_depths() if is_known else self._limits
-            if self._cuts_drafts:
-                self.controller.sizes.observe(self._draft, commit.num_accepted)
-        outcomes = list(map(RowOutcome, commit.rows, self._limits, depths, commit.num_accepted, commit.counts))
-        reading = None if times.reading is None else (self._num_read, times.reading)
-        if times.draft is not None and self.generator.late_reading is not None:
-            num_late, seconds = self.generator.late_reading
-            times.draft -= seconds
-            reading = (self._num_read + num_late, (times.reading or 0.0) + seconds)
-        self.controller.observe(outcomes, num_nodes, times.draft, times.rest, reading, num_drafted)
 
     def join(self, other: AdaptiveCandidateGenerator, numbers: dict[int, int]) -> None:
         self.controller.join(list(numbers.values()))

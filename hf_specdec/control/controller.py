@@ -164,8 +164,7 @@ class SpeculationController:
         is_new = plan is None or plan.rows != rows or self.num_cycles % every == 0 or bool(self._first_cycles)
         if is_new:
             most_nodes = None if self.sizes is None else self.sizes.trees.size
-            costs = [self.latency.cycle_seconds(depth, len(rows), most_nodes) for depth in range(self._cap + 1)]
-            plan = Plan(self.latency, self.acceptance, rows, costs, num_unread, left)
+            plan = Plan(self.latency, self.acceptance, rows, self._cap, most_nodes, num_unread, left)
         if self._first_cycles:
             # Measured once: far slower than plain decoding?
             usual = min(self.usual, len(plan.values) - 1)
@@ -241,14 +240,14 @@ class SpeculationController:
         it was. `draft_seconds` are the drafter's, `None` if it was not asked, without those of `reading`, the tokens
         of all rows that it was told of first and the seconds of that. `verify_seconds` are the rest of the cycle.
         """
+        for outcome in outcomes:
+            if outcome.limit > 0:
+                self.acceptance.observe(outcome)
         num_rows, deepest = len(outcomes), max(outcome.depth for outcome in outcomes)
         self.latency.observe_verification(num_rows, num_nodes + 1, verify_seconds)
         if draft_seconds is not None:
             num_drafted = num_nodes if num_drafted is None else num_drafted
             self.latency.observe_draft(num_rows, deepest, num_drafted, draft_seconds, reading)
-        for outcome in outcomes:
-            if outcome.limit > 0:
-                self.acceptance.observe(outcome)
         choice = self._chosen.popleft() if self._chosen else None
         if choice is None or choice.plan is None:
             return
@@ -362,11 +361,10 @@ class TrialBudget:
 
 
 class Plan:
-    """Expected tokens and seconds of a cycle by limit, for some rows.
+    """Expected tokens and seconds of a cycle by limit up to `most`, for some rows, of trees cut to `most_nodes`.
 
-    `costs` are the seconds of a cycle whose deepest draft has each of the depths up to the largest limit, `num_unread`
-    the tokens of all rows together that the drafter would read before it drafts, and `left` the tokens that each row
-    may still get, if that is known. Limits whose last position is hardly ever reached have no value.
+    `num_unread` tokens of all rows together would be read before the draft, and each row may still get so many as are
+    `left`, if that is known. Limits whose last position is hardly ever reached have no value.
     """
 
     def __init__(
@@ -374,25 +372,27 @@ class Plan:
         latency: LatencyModel,
         acceptance: AcceptanceModel,
         rows: list[int],
-        costs: list[float],
+        most: int,
+        most_nodes: int | None = None,
         num_unread: int = 0,
         left: Sequence[float] | None = None,
     ):
         self.rows: list[int] = list(rows)
-        self.costs: list[float] = costs
         num_rows, room = len(rows), left or [1.0] * len(rows)
+        costs = self.costs = [latency.cycle_seconds(depth, num_rows, most_nodes) for depth in range(most + 1)]
         # What the drafter must read first is spread over the tokens that are left.
         reading = latency.reading_seconds(num_unread) / sum(left) if left else 0.0
+        self.seconds: list[float] = [latency.verify_seconds(1, num_rows)]
+        rates_by_position = acceptance.of_rows(rows)
         row_tokens = [1.0] * num_rows
         self.tokens: list[float] = [batch_tokens(row_tokens, room)]  # value of a cycle, in tokens
         self.sums: list[float] = [float(num_rows)]  # tokens of all rows
-        self.seconds: list[float] = [latency.verify_seconds(1, num_rows)]
         # By position and row: probabilities that so many tokens are accepted, and that the draft gets so deep.
         self.accepted: list[list[float]] = []
         self.depths: list[list[float]] = []
         spent, deeper = 0.0, 1.0
         gains, reach = [1.0] * num_rows, [1.0] * num_rows
-        for position, rates in zip(range(len(costs) - 1), acceptance.of_rows(rows)):
+        for position, rates in zip(range(most), rates_by_position):
             gains = [gain * rate for gain, (rate, _) in zip(gains, rates)]
             reach = [probability * rate for probability, (_, rate) in zip(reach, rates)]
             if sum(gains) < NEGLIGIBLE * num_rows:

@@ -20,12 +20,13 @@ from torch import nn
 
 from ..kernels.cache import WritePlan
 from ..kernels.tree_attention import SlotTree, own_bits
+from ..modules import kept_for
 from ..protocol import Prompt
 from ..target.attention import takes_trees
 from ..target.cache import SlotCache
 from ..target.masks import FULL, Span, TreeMask, uniform_causal_mask
 from ..target.store import SlotStore
-from ..transfers import RowNumbers, kept_tensor, last_of_each, upload
+from ..transfers import RowNumbers, kept_tensor, upload
 from .growth import pick_nodes
 from .state import Entries
 
@@ -63,6 +64,7 @@ class DraftSlots:
         self.device: torch.device = network.device
         self.cache: SlotCache = SlotCache(capacity)
         self.cache.store = store
+        self.cache.plans = kept_for(network, *getattr(network, "shared_modules", ()))
         self.cache.layer_at((num_layers or len(network.layers)) - 1)
         self.cache.start_slots(len(starts))
         self._place_rows(starts, leads)
@@ -138,6 +140,8 @@ class DraftEntries(DraftSlots):
         super().__init__(network, **places)
         self.dtype: torch.dtype = network.dtype
         self.spans: tuple[Span, ...] = network.spans
+        # An additive mask says all, and hides nothing that is before an entry.
+        self._sees_all: bool = not self.has_kernel and self.spans == (FULL,)
         self.num_nodes = num_nodes
         self.num_read: int = 0  # nodes of the current draft that have been read
 
@@ -145,21 +149,20 @@ class DraftEntries(DraftSlots):
 
     def read_last(self, new: Entries) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads and keeps new entries; the states `(R, h)` that the last ones hand on, and the logits `(R, U)`."""
-        hidden, output = self.read(new.tokens, self.states_of(new), new.counts)
-        output = last_of_each(output, new.counts)
-        return last_of_each(hidden, new.counts), self.network.logits(output, self.cache)
+        return self.read(new.tokens, self.states_of(new), new.counts, predicts=True)
 
     def states_of(self, new: Entries) -> torch.Tensor:
         """States `(R, T, h)` as the network takes them: made from the target's, or its own."""
         return new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
 
     def read(
-        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers
+        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers, predicts: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads entries `(R, T)` and `(R, T, h)`, keeps `counts[r]` of them; returns both outputs of the network."""
         reading, tokens = self.plan_read(tokens.shape[1]), tokens.to(self.device)
         mask = self.causal_mask(reading)
-        outputs = self.network(tokens, hidden, reading.positions, mask, self.cache, bound=reading.bound)
+        how = {"bound": reading.bound, "counts": counts if predicts else None, "predicts": predicts}
+        outputs = self.network(tokens, hidden, reading.positions, mask, self.cache, **how)
         self.cache.commit(counts)
         self.num_read = 0
         return outputs
@@ -167,13 +170,9 @@ class DraftEntries(DraftSlots):
     def causal_mask(self, reading: Reading) -> Any:
         """Mask of entries that see those before them, by the span where layers differ; `None` for none."""
         count = reading.slots.shape[1]
-        if not self._is_plain(reading):
+        if not (reading.is_uniform and self._sees_all):
             return self._chain_mask(reading.plan, count)
         return None if count == 1 else uniform_causal_mask(count, reading.plan.columns, self.dtype, self.device)
-
-    def _is_plain(self, reading: Reading) -> bool:
-        """All that is before an entry is seen, in the same slots of all rows."""
-        return reading.is_uniform and not self.has_kernel and self.spans == (FULL,)
 
     # Nodes of a draft
 
@@ -190,13 +189,13 @@ class DraftEntries(DraftSlots):
         self._depth += 1
         self._is_chain = self._is_chain and count == 1
         self.cache.plan_write(count, ahead=first)
-        mask = None if self._is_chain and self._draft_is_plain else self._level_mask(first, parents)
-        outputs = self.network(tokens.to(self.device), hidden, positions, mask, self.cache, bound=self._draft.bound)
-        return outputs[0], self.network.logits(outputs[1], self.cache)
+        sees_all = self._is_chain and self._draft.is_uniform and self._sees_all
+        mask = None if sees_all else self._level_mask(first, parents)
+        tokens, bound = tokens.to(self.device), self._draft.bound
+        return self.network(tokens, hidden, positions, mask, self.cache, bound=bound, predicts=True)
 
     def _begin_draft(self) -> None:
         self._draft = self.plan_read(self.num_nodes)  # a chain of all nodes
-        self._draft_is_plain = self._is_plain(self._draft)
         self._is_chain = True  # so far
         self._bits: torch.Tensor | None = None
         self._mask: torch.Tensor | None = None  # (R, F, columns), of the last level
@@ -210,7 +209,7 @@ class DraftEntries(DraftSlots):
         if self._is_chain and (self.has_kernel or self._draft.is_uniform):
             # The nodes of a chain that have been read are as good as kept.
             return self._chain_mask(self.cache.plan, 1)
-        if self.has_kernel or self.spans != (FULL,):
+        if not self._sees_all:
             return self._mask_of(self._tree(first, parents))
         return self._grown_mask(first, parents)
 

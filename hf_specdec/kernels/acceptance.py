@@ -111,7 +111,8 @@ def _follow_torch(draft, node_tokens) -> Acceptance:
     valid = steps[:-1] < draft.num_nodes[:, None]
     if draft.is_chain:
         followed = (draft.tokens == node_tokens[:, :-1]) & valid
-        num_accepted, path = _chain_path(followed, steps)
+        num_accepted = followed.cumprod(1, dtype=torch.long).sum(1)
+        path = torch.minimum(steps, num_accepted[:, None])
     else:
         parents = draft.topology.parents[..., 1:].expand_as(draft.tokens)
         followed = (draft.tokens == node_tokens.gather(1, parents)) & valid
@@ -131,7 +132,9 @@ def _reject_chain_torch(draft, target_probs, accept_uniforms, target_uniforms) -
     steps = arange(draft.size + 1, tokens.device)
     valid = steps[:-1] < draft.num_nodes[:, None]
     # Strict and multiplied out: a token of target probability 0 is rejected, also by the number 0.
-    num_accepted, path = _chain_path((accept_uniforms * draft_prob < target_prob) & valid, steps)
+    passes = (accept_uniforms * draft_prob < target_prob) & valid
+    num_accepted = passes.cumprod(1, dtype=torch.long).sum(1)
+    path = torch.minimum(steps, num_accepted[:, None])
 
     new_tokens = sample_torch(recovered_probs(draft, target_probs, num_accepted), pick(target_uniforms, num_accepted))
     return Acceptance.of_path(tokens, num_accepted, path, new_tokens)
@@ -192,12 +195,6 @@ def _reject_tree_torch(draft, target_probs, accept_uniforms, target_uniforms) ->
 
     num_accepted, path = tree_path(draft, on_path)
     return Acceptance.of_path(tokens, num_accepted, path, sample_torch(target, pick(target_uniforms, node)))
-
-
-def _chain_path(accepted: torch.BoolTensor, steps: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-    """`num_accepted` and `path` of a chain whose nodes passed or failed `(B, N)` each on its own; `steps`: 0 to N."""
-    num_accepted = accepted.cumprod(1, dtype=torch.long).sum(1)
-    return num_accepted, torch.minimum(steps, num_accepted[:, None])
 
 
 def tree_path(draft: DraftTree, on_path: torch.BoolTensor) -> tuple[torch.LongTensor, torch.LongTensor]:

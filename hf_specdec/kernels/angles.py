@@ -1,4 +1,4 @@
-"""Angles of rotary position embeddings. Sines have the sign that they have where heads turn, see [`~layers.rope`].
+"""Angles of rotary position embeddings. Sines have the sign that they have where heads turn, see [`~layers.llama`].
 
 Shapes: R rows, T tokens, A numbers of a head that turn.
 """

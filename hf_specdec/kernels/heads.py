@@ -3,7 +3,7 @@
     turned[i] = x[i] * cosine[i] + x[partner(i)] * sine[i]      for the first A of a head's D numbers
 
 Partners are the two halves of the turned part, or its neighbours. Sines have the sign that they have there, see
-[`~layers.rope`].
+[`~layers.llama`].
 
 Shapes: R rows, T tokens, Q query heads, K key/value heads, D head size, A numbers that turn, B allocated rows, C slots
 of a buffer, S slots that are seen.

@@ -24,9 +24,8 @@ from ..checkpoints.reader import CheckpointReader
 from ..errors import CheckpointFormatError
 from ..settings import SpeculativeConfig
 from ..target_facts import device_of, is_packed, numbers_of
-from .llama import GatedMLP, RMSNorm, RotaryAttention
+from .llama import GatedMLP, RMSNorm, RotaryAngles, RotaryAttention
 from .plan import Way, bind_linears, is_hooked, project, way_of
-from .rope import RotaryAngles
 
 
 class TargetParts:

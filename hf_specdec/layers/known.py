@@ -9,9 +9,27 @@ from typing import Any
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .llama import HEAD_NORMS, DecoderLayer
+from .llama import HEAD_NORMS, DecoderLayer, has_static_frequencies
 from .plan import is_hooked
 from .structure import AttentionForm, NormForm, form_of
+
+
+def has_known_layers(model: Any) -> bool:
+    """Tells whether [`DecoderLayer`] computes all layers of a model that adds nothing unknown around them."""
+    if not is_published(type(model)) or form_of(model, "model") is None:
+        return False
+    config, decoder = model.config, model.get_decoder()
+    form = form_of(decoder, "decoder")
+    is_known = form is not None and form_of(decoder.norm, "norm") is not None and hasattr(decoder, "rotary_emb")
+    if not is_known or getattr(config, "use_bidirectional_attention", False):
+        return False
+    # Settings of the rotary embeddings, by type of layer where each has its own.
+    parameters = getattr(config, "rope_parameters", None) or {}
+    if not all(isinstance(part, dict) for part in parameters.values()):
+        parameters = {"": parameters}
+    if form.has_angles_by_type == ("" in parameters) or not all(map(has_static_frequencies, parameters.values())):
+        return False
+    return all(map(is_known_layer, decoder.layers))
 
 
 def is_known_layer(layer: nn.Module) -> bool:

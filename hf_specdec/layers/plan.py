@@ -13,11 +13,10 @@ Shapes: R rows, T tokens, H hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +26,7 @@ from torch import nn
 from ..kernels import _triton, norms, products, projections
 from ..kernels.norms import Norm, Scale
 from ..kernels.projections import Linear, Unnormed
+from ..modules import hooks_of
 
 
 # What the linear layers after a norm read: the normed stream, or one that they norm themselves.
@@ -77,20 +77,19 @@ class LayerPlan:
 
 
 def planned(owner: Any, stream: torch.Tensor, cache: Any, *details: Any) -> Any:
-    """What `owner.plan` decides for a stream: once for a cache, and again when somebody hooks in."""
+    """What `owner.plan` decides for a stream: once for the `plans` of a cache, and again when somebody hooks in."""
     plans, how = getattr(cache, "plans", None), (way_of(stream), stream.dtype, *details)
     if plans is None:
         return owner.plan(*how)
-    plan, hooks = plans.get((owner, how)) or (None, ())
+    # Plans outlive calls, and hold no owner.
+    key = id(owner), *how
+    plan, hooks = plans.get(key) or (None, ())
     if plan is None or any(hooks):
         plan = owner.plan(*how)
-        plans[owner, how] = plan, _free_hooks([*owner.modules(), *getattr(owner, "shared_modules", ())])
+        modules = [*owner.modules(), *getattr(owner, "shared_modules", ())]
+        # Where hooks would be registered that are not yet there.
+        plans[key] = plan, [hooks for module in modules for hooks in hooks_of(module) if not hooks]
     return plan
-
-
-def _free_hooks(modules: Iterable[nn.Module]) -> list[dict]:
-    """Where hooks would be registered that are not yet there."""
-    return [hooks for module in modules for hooks in _additions(module)[:4] if not hooks]
 
 
 def plan_layers(layers: Sequence[Any], following: Normed, way: Way, dtype: torch.dtype) -> list[LayerPlan]:
@@ -102,16 +101,11 @@ def plan_layers(layers: Sequence[Any], following: Normed, way: Way, dtype: torch
     return plans[::-1]
 
 
-# All that a call of a module runs beside, or in the place of, its `forward`.
-_additions = attrgetter(
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_compiled_call_impl"
-)
-
-
 def is_hooked(module: nn.Module) -> bool:
     """Tells whether a call of the module is more, or another, than the forward of its class."""
     forward = module.__dict__.get("forward")
-    return any(_additions(module)) or not (forward is None or type(forward) is products.OwnForward)
+    is_own = forward is None or type(forward) is products.OwnForward
+    return any(hooks_of(module)) or module._compiled_call_impl is not None or not is_own
 
 
 def matrix_of(linear: nn.Module) -> Linear | None:

@@ -6,7 +6,7 @@ node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -73,6 +73,7 @@ class Cycle:
     positions: list[int]  # of the first tokens to commit, masked ones not counted
     draft: DraftTree
     output: SlotOutput
+    rooms: list[int] = field(default_factory=list)  # largest depths of the rows' drafts
     verdict: Verdict | None = None
     is_first: bool = False  # of these rows: it has the tokens after the prompts
 

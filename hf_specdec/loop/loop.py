@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from dataclasses import dataclass
-from math import inf
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -43,7 +42,7 @@ class DecodingLoop:
     """Rows that are decoded together, until every one has ended.
 
     rows       texts, stopping rules, anchors: rows.py, texts.py
-    drafter    the method's candidate generator, with its session
+    drafter    the method's candidate generator
     target     the model over its slots: target/model.py
     judging    processors and acceptance rules: judging.py, walk.py
     ahead      launches before the verdict, on a GPU: ahead.py
@@ -64,10 +63,8 @@ class DecodingLoop:
         self.ahead: Ahead | None = None
         # A forward goes on after its call has returned, but on a CPU.
         if self.device.type != "cpu" or self.target.graphs is not None:
-            parts = self.rows, self.drafter, self.target, self.judging
-            self.ahead = Ahead(*parts, self.session, self.stats, self.observers)
-        limit = self.drafter.longest_row
-        self._longest_row: float = inf if limit is None else limit[0]
+            parts = self.rows, self.drafter, self.target, self.judging, self.session, self.stats, self.observers
+            self.ahead = Ahead(*parts)
         self._began: float = perf_counter()
 
     def run(self) -> None:
@@ -98,10 +95,8 @@ class DecodingLoop:
         cycle = Cycle(self.rows.active, self.rows.positions, draft, output, is_first=True)
         cycle.verdict = self.judging.begin(cycle).wait()
         self.rows.anchors = cycle.verdict.tokens[:, 0]
-        if not (self.rows.all_finished or self.request.synced_gpus):
-            # The last token is never read.
-            most_new = self.session.max_length - self.request.input_ids.shape[1] - 1
-            check_continuation(self.target, continuation, self.rows.anchors, most_new)
+        if not self.rows.all_finished:
+            check_continuation(self.request, self.target, self.session.max_length, continuation, self.rows.anchors)
         self.observers.see(cycle)
         has_read = perf_counter()
         self.stats.prefill_seconds += has_read - began
@@ -122,25 +117,30 @@ class DecodingLoop:
         draft = (self.ahead or self.drafter).propose(step)
         if not isinstance(draft, DraftTree) or draft.batch_size != len(step.rows):
             raise no_draft_error(self.drafter, step, draft)
-        if max(step.max_draft_tokens) == 0 < self.drafter.num_speculative_tokens:
-            draft.why_empty = "length_limit"
-        elif max(step.lengths) >= self._longest_row:
-            self.drafter.note_longest_row()
-            if min(step.lengths) >= self._longest_row:
-                draft.why_empty = "max_model_len"
         if self.rows.has_grammar:
             draft = self.session.sampler.constrained(draft, step.rows)
         has_drafted = perf_counter()
         self.stats.draft_seconds += has_drafted - began
-        cycle = Cycle(step.rows, step.lengths, draft, self.verify(step, draft))
+        output = self.verify(step, draft)
+        cycle = Cycle(step.rows, step.lengths, draft, output, step.max_draft_tokens)
         pending = self.judging.begin(cycle)
         if self.ahead is not None:
             self.ahead.launch(cycle, pending)
             # Of the cycle before, while the device works.
             self.observers.tell()
-        cycle.verdict = pending.wait()
+        verdict = cycle.verdict = pending.wait()
         self.stats.verify_seconds += perf_counter() - has_drafted
-        self.commit(cycle)
+        # The accepted path becomes part of the target's cache and of the drafter's state; the texts have it already.
+        self.observers.see(cycle)
+        is_in_place = draft.is_chain or output.outcome is not None
+        self.target.commit(verdict.counts, None if is_in_place else verdict.path)
+        has_committed = perf_counter()
+        if output.successors is not None:
+            self.drafter.learn(cycle.verified_nodes())
+        self.rows.anchors, commit = cycle.commit()
+        self.drafter.observe(commit)
+        self.stats.draft_seconds += perf_counter() - has_committed
+        self.drop_finished()
         if self.ahead is None:
             self.observers.tell()
 
@@ -150,19 +150,6 @@ class DecodingLoop:
         # The graph that verifies drafts also judges them, where it can.
         judge = None if self.target.graphs is None else self.judging.for_graph(draft, step.rows, step.lengths)
         return self.target.verify(step.anchor_tokens, draft, judge)
-
-    def commit(self, cycle: Cycle) -> None:
-        """Makes the accepted path part of the target's cache and of the drafter's state; the texts have it already."""
-        self.observers.see(cycle)
-        is_in_place = cycle.draft.is_chain or cycle.output.outcome is not None
-        self.target.commit(cycle.verdict.counts, None if is_in_place else cycle.verdict.path)
-        began = perf_counter()
-        if cycle.output.successors is not None:
-            self.drafter.learn(cycle.verified_nodes())
-        self.rows.anchors, commit = cycle.commit()
-        self.drafter.observe(commit)
-        self.stats.draft_seconds += perf_counter() - began
-        self.drop_finished()
 
     def drop_finished(self) -> None:
         """Rows that have ended leave the batch, so that they cost no more compute, unless all have ended."""

@@ -91,6 +91,18 @@ class Statistics(Observer):
     def __init__(self, stats: SpecDecodingStats, rows: Rows, drafter: CandidateGenerator, target: SlotModel):
         self.stats: SpecDecodingStats = stats
         self._rows, self._drafter, self._target, self._lookups = rows, drafter, target, drafter.lookups
+        self._longest_row = drafter.longest_row
+
+    def see(self, cycle: Cycle) -> None:
+        """Says why rows have no drafts where they are too long for any."""
+        if cycle.is_first:
+            return
+        if max(cycle.rooms) == 0 < self._drafter.num_speculative_tokens:
+            cycle.draft.why_empty = "length_limit"
+        elif self._longest_row is not None and max(cycle.positions) >= self._longest_row[0]:
+            self._drafter.note_longest_row()
+            if min(cycle.positions) >= self._longest_row[0]:
+                cycle.draft.why_empty = "max_model_len"
 
     def tell(self, cycle: Cycle) -> None:
         stats, draft, verdict = self.stats, cycle.draft, cycle.verdict
@@ -102,7 +114,7 @@ class Statistics(Observer):
         counts = zip(nodes, draft.max_depths(), verdict.num_accepted, verdict.counts)
         for number, counts_of_row in zip(cycle.rows, counts):
             stats.count(*counts_of_row)
-            if (of_request := self._rows.group(number).stats) is not None:
+            if (of_request := self._rows.places[number][0].stats) is not None:
                 of_request.count(*counts_of_row)
         if not any(nodes):
             stats.count_without_drafts(draft.why_empty)

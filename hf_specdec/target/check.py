@@ -25,6 +25,7 @@ from .forward import SlotForward
 from .model import SlotModel
 from .parts.rotary import ChangingRotary
 from .prompts import Continuation, following_inputs
+from .request import Request
 
 
 # Largest difference of logits by rounding, as a part of their spread over the vocabulary.
@@ -40,17 +41,21 @@ _checked: WeakKeyDictionary[nn.Module, dict[tuple[Any, ...], int]] = WeakKeyDict
 
 
 def check_continuation(
-    target: SlotModel, continuation: Continuation, tokens: torch.LongTensor, most_tokens: int
+    request: Request, target: SlotModel, max_length: int, continuation: Continuation, tokens: torch.LongTensor
 ) -> None:
-    """Refuses a target that goes on after the prompts, with tokens `(B,)`, in another way than it is driven."""
-    model, most_tokens = target.model, min(most_tokens, _MOST_TOKENS)
+    """Refuses a target that goes on after the prompts, with tokens `(B,)`, in another way than it is driven.
+
+    A row may hold `max_length` tokens, of which the last is never read.
+    """
+    model, most_tokens = target.model, min(max_length - request.input_ids.shape[1] - 1, _MOST_TOKENS)
     has_padding = min(continuation.text_lengths) < continuation.num_slots
     key = has_padding, _forwards_of_others(model)
     rotary = target.find(ChangingRotary)
     # Dropout makes every forward another one, and plain generation may read the whole text again.
     is_another = model.training or (rotary is not None and rotary.read_again_at is not None)
     is_checked = _checked.get(model, {}).get(key, 0) >= most_tokens
-    if is_checked or is_another or not is_switched_on("CHECK", default=True):
+    # Other processes would wait for forwards that they do not make.
+    if is_checked or is_another or request.synced_gpus or not is_switched_on("CHECK", default=True):
         return
     # With known code one token speaks for all.
     classes = {type(module) for module in model.modules() if module._modules}

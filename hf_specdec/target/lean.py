@@ -27,13 +27,14 @@ from ..drafts import TreeTopology, chain_topology
 from ..kernels.products import fast_products
 from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.experts import MixtureOfExperts
-from ..layers.known import is_known_layer, is_published, is_untouched, modules_of
-from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm
+from ..layers.known import has_known_layers, is_untouched, modules_of
+from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, RotaryAngles
 from ..layers.plan import LayerPlan, Read, Way, bind_linears, first_outputs, norm_of, plan_layers, planned, reading
-from ..layers.rope import RotaryAngles, has_static_frequencies
 from ..layers.structure import form_of
+from ..modules import kept_for
 from .attention import TREE_KERNEL, attention_switch, takes_trees
 from .cache import SlotCache
+from .facts import model_profile
 from .forward import SlotForward, SlotOutput
 from .masks import FULL, TreeMask, node_masks
 from .model import SlotModel
@@ -50,7 +51,11 @@ def slot_model(
     with ExitStack() as if_it_fails:
         uncompiled = Uncompiled(model)
         if_it_fails.callback(uncompiled.close)
-        if not forward_kwargs and has_lean_forward(model):
+        # What earlier calls have found, unless the model has changed since.
+        cache.plans = facts = kept_for(model)
+        if has_lean_forward not in facts:
+            facts[has_lean_forward] = has_lean_forward(model)
+        if not forward_kwargs and facts[has_lean_forward]:
             slots: SlotModel = LeanModel(model, cache, states)
         else:
             attention_switch(model)  # before anything is read
@@ -87,25 +92,6 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
     return all(not module.training and is_untouched(module) for module in modules_of(model, called))
 
 
-def has_known_layers(model: PreTrainedModel) -> bool:
-    """Tells whether `LeanModel` can run the model, as far as nobody has hooked or changed its modules."""
-    if not is_published(type(model)) or form_of(model, "model") is None:
-        return False
-    config: Any = model.config
-    decoder: Any = model.get_decoder()
-    form = form_of(decoder, "decoder")
-    is_known = form is not None and form_of(decoder.norm, "norm") is not None and hasattr(decoder, "rotary_emb")
-    if not is_known or getattr(config, "use_bidirectional_attention", False):
-        return False
-    # Settings of the rotary embeddings, by type of layer where each has its own.
-    parameters = getattr(config, "rope_parameters", None) or {}
-    if not all(isinstance(part, dict) for part in parameters.values()):
-        parameters = {"": parameters}
-    if form.has_angles_by_type == ("" in parameters) or not all(map(has_static_frequencies, parameters.values())):
-        return False
-    return all(map(is_known_layer, decoder.layers))
-
-
 @dataclass(frozen=True)
 class EnteredNodes:
     """Nodes after the committed slots, a chain, that a model's first layers have read already."""
@@ -121,16 +107,38 @@ class EnteredNodes:
 
 
 class LayerStack:
-    """A model's layers, its final norm and its lm_head, with the parameters of the model itself."""
+    """A model from its embedding to its lm_head, with its own parameters: what `LeanModel` runs in every call."""
 
     def __init__(self, model: PreTrainedModel):
-        decoder: Any = model.get_decoder()
-        self.modules: Callable[[], Iterator[torch.nn.Module]] = model.modules
-        self.layers: list[DecoderLayer] = [
-            DecoderLayer.of(layer, index, MixtureOfExperts.of) for index, layer in enumerate(decoder.layers)
-        ]
-        self.norm: RMSNorm = RMSNorm.of(decoder.norm)
+        self._decoder: Any = model.get_decoder()
         self.head: nn.Module = model.get_output_embeddings()
+        self.embedding: nn.Module = self._decoder.embed_tokens
+        self.layers: list[DecoderLayer] = [
+            DecoderLayer.of(layer, index, MixtureOfExperts.of) for index, layer in enumerate(self._decoder.layers)
+        ]
+        self.norm: RMSNorm = RMSNorm.of(self._decoder.norm)
+        attention = self.layers[0].self_attn
+        self.groups: int = attention.groups
+        # That of the head may be packed.
+        self.fits_kernel: bool = self.embedding.weight.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
+        types = model_profile(model).layer_types
+        kinds = getattr(model.config, "layer_types", None) or [""] * len(self.layers)
+        self.span_of_layer: list[int] = [types.index(kind) if types else 0 for kind in kinds]
+        decoder_form, model_form = form_of(self._decoder, "decoder"), form_of(model, "model")
+        self.kinds: list[str | None] = kinds if decoder_form.has_angles_by_type else [None] * len(self.layers)
+        rotary, is_interleaved = self._decoder.rotary_emb, attention.is_interleaved
+        self.angles: dict[Any, RotaryAngles] = {
+            kind: RotaryAngles(rotary, kind, is_interleaved) for kind in set(self.kinds)
+        }
+        self.factor: Any = decoder_form.factor and getattr(self._decoder, decoder_form.factor)
+        self.softcap: Any = model_form.softcap and getattr(model.config, model_form.softcap)
+        self.divisor: Any = model_form.divisor and getattr(model.config, model_form.divisor)
+        self.has_experts: bool = not all(isinstance(layer.mlp, GatedMLP) for layer in self.layers)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The modules of the model that it goes through; it does not hold the model itself."""
+        yield from self._decoder.modules()
+        yield from self.head.modules()
 
     def plan(
         self, way: Way, dtype: torch.dtype, num_layers: int, leaves_norm: bool, num_logits: int | None
@@ -149,29 +157,13 @@ class LeanModel(SlotModel):
 
     def __init__(self, model: torch.nn.Module, cache: SlotCache, states: tuple[int | str, ...] = ()):
         super().__init__(model, cache, states)
-        decoder = model.get_decoder()
-        self._embedding = decoder.embed_tokens
-        self._stack = LayerStack(model)
+        if LayerStack not in cache.plans:
+            cache.plans[LayerStack] = LayerStack(model)
+        self._stack: LayerStack = cache.plans[LayerStack]
         self._layers = self._stack.layers
-        attention = self._layers[0].self_attn
-        self._groups = attention.groups
-        # That of the head may be packed.
-        weight = self._embedding.weight
-        self._fits_kernel = weight.dtype in DTYPES and attention.head_dim <= MAX_HEAD_SIZE
+        self._fits_kernel = self._stack.fits_kernel
         self._reads_prompts_by_kernel = self._fits_kernel and self._has_kernel
         self._has_full_span = all(span == FULL for span in self.profile.spans)
-        types = self.profile.layer_types
-        kinds = getattr(model.config, "layer_types", None) or [""] * len(self._layers)
-        self._span_of_layer = [types.index(kind) if types else 0 for kind in kinds]
-        decoder_form, model_form = form_of(decoder, "decoder"), form_of(model, "model")
-        self._kinds = kinds if decoder_form.has_angles_by_type else [None] * len(self._layers)
-        self._angles = {
-            kind: RotaryAngles(decoder.rotary_emb, kind, attention.is_interleaved) for kind in set(self._kinds)
-        }
-        self._factor: Any = decoder_form.factor and getattr(decoder, decoder_form.factor)
-        self._softcap: Any = model_form.softcap and getattr(model.config, model_form.softcap)
-        self._divisor: Any = model_form.divisor and getattr(model.config, model_form.divisor)
-        self._has_experts = not all(isinstance(layer.mlp, GatedMLP) for layer in self._layers)
 
     @property
     def num_layers(self) -> int:
@@ -183,9 +175,8 @@ class LeanModel(SlotModel):
         self._layers = self._layers[:count]
 
     def run(self, nodes: SlotForward, logits_from: int) -> SlotOutput:
-        tokens, first_layer = nodes.tokens, 0
-        entered = self.entered
-        self.entered = None
+        stack, tokens, first_layer = self._stack, nodes.tokens, 0
+        entered, self.entered = self.entered, None
         if entered is not None and entered.fits(tokens, nodes.topology):
             tokens, first_layer = self._entering(entered, tokens), entered.num_layers
         rows, spans, num_nodes = nodes.rows, self.profile.spans, tokens.shape[1]
@@ -200,7 +191,7 @@ class LeanModel(SlotModel):
             masks = [None] * len(spans)
         else:
             # The query heads of a group become further positions of their key/value head.
-            repeats = self._groups if num_nodes > 1 else 1
+            repeats = stack.groups if num_nodes > 1 else 1
             masks = node_masks(nodes.topology, rows, nodes.columns, spans, self._mask_dtype, repeats)
         positions = None
         if nodes.topology.is_chain and rows.is_uniform and len(set(rows.leads)) == 1:
@@ -212,24 +203,24 @@ class LeanModel(SlotModel):
         bound = nodes.columns + max(rows.leads) if rows.are_known else None
         if tokens.is_floating_point():
             stream = tokens
-        elif type(self._embedding) is nn.Embedding:
-            stream = F.embedding(tokens, self._embedding.weight)
+        elif type(stack.embedding) is nn.Embedding:
+            stream = F.embedding(tokens, stack.embedding.weight)
         else:
-            stream = self._embedding(tokens)
-        stream = stream if self._factor is None or first_layer else stream * self._factor
+            stream = stack.embedding(tokens)
+        stream = stream if stack.factor is None or first_layer else stream * stack.factor
         last = len(self._layers)
         # States are of all nodes; where none are asked for, the last layer goes on with the nodes that have logits.
         wants_all = not {last, "last"}.isdisjoint(self.states) or logits_from >= num_nodes
         first = 0 if wants_all else logits_from
-        plans, project = planned(self._stack, stream, self.cache, last, not wants_all, self.num_logits)
-        every_angle = {kind: angles(positions, stream, bound) for kind, angles in self._angles.items()}
+        plans, project = planned(stack, stream, self.cache, last, not wants_all, self.num_logits)
+        every_angle = {kind: angles(positions, stream, bound) for kind, angles in stack.angles.items()}
         states: dict[int | str, torch.Tensor] = {}
         read: Any = plans[first_layer].norms[self._layers[first_layer].form.before_attention](stream)
-        with fast_products(self.model) if self._has_experts else nullcontext():
+        with fast_products(self.model) if stack.has_experts else nullcontext():
             for index, layer in enumerate(self._layers[first_layer:], first_layer):
                 if index in self.states:
                     states[index] = stream
-                mask, angles = masks[self._span_of_layer[index]], every_angle[self._kinds[index]]
+                mask, angles = masks[stack.span_of_layer[index]], every_angle[stack.kinds[index]]
                 after = first if index == last - 1 else 0
                 stream, read = layer.advance(plans[index], stream, read, angles, mask, self.cache, after)
         if last in self.states:
@@ -240,8 +231,8 @@ class LeanModel(SlotModel):
         if "last" in self.states:
             states["last"] = read
         logits = project(read[:, logits_from:] if wants_all else read)[0]
-        logits = logits if self._divisor is None else logits / self._divisor
-        logits = logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
+        logits = logits if stack.divisor is None else logits / stack.divisor
+        logits = logits if stack.softcap is None else torch.tanh(logits / stack.softcap) * stack.softcap
         return SlotOutput(logits, states)
 
     def _entering(self, entered: EnteredNodes, tokens: torch.LongTensor) -> torch.Tensor:

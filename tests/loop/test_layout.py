@@ -28,23 +28,23 @@ MOST_LINES = {
     "bench": 885,
     "call": 794,
     "loop": 1721,
-    "target": 4955,
+    "target": 4951,
     "logits": 1897,
-    "drafting": 1539,
-    "candidate_generators": 12146,
+    "drafting": 1538,
+    "candidate_generators": 12145,
     "drafts": 676,
     "checkpoints": 2277,
     "control": 1251,
     "training": 1487,
-    "layers": 1516,
-    "kernels": 4541,
+    "layers": 1511,
+    "kernels": 4538,
     "many": 1878,
     "serving": 1636,
     "hub": 2136,
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.
-MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 447, 121
+MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 389, 98
 
 # Of a method, beside the heads of blocks.
 MOST_FILES_OF_A_METHOD, MOST_NAMES_FROM_DRAFTING = 5, 12
@@ -53,7 +53,7 @@ STORY = (
     *("loop/loop.py", "loop/rows.py", "loop/texts.py", "loop/judging.py", "loop/walk.py", "loop/ahead.py"),
     "target/model.py",
 )
-MOST_LINES_OF_THE_STORY = 1464
+MOST_LINES_OF_THE_STORY = 1450
 
 
 def num_lines(path: Path) -> int:

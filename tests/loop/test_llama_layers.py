@@ -11,11 +11,10 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 
 from hf_specdec.kernels import angles
 from hf_specdec.kernels.angles import rotary_angles_torch, signed_angles
-from hf_specdec.layers import rope
+from hf_specdec.layers import llama
 from hf_specdec.layers.known import is_llama_layer
-from hf_specdec.layers.llama import DecoderLayer, rotate, with_query_groups
+from hf_specdec.layers.llama import DecoderLayer, RotaryAngles, rotate, with_query_groups
 from hf_specdec.layers.plan import Way
-from hf_specdec.layers.rope import RotaryAngles
 from hf_specdec.target.attention import NAME
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.forward import SlotForward, told
@@ -261,7 +260,7 @@ def test_angles_are_those_of_the_embedding_looked_up_or_computed():
 def as_on_a_gpu(monkeypatch):
     """Calls of the kernel that computes angles, which torch computes here."""
     calls = []
-    monkeypatch.setattr(rope, "way_of", lambda tensor: Way.KERNELS)
+    monkeypatch.setattr(llama, "way_of", lambda tensor: Way.KERNELS)
     monkeypatch.setattr(angles, "rotary_angles_triton", lambda *args: calls.append(args) or rotary_angles_torch(*args))
     return calls
 

@@ -127,7 +127,7 @@ def test_long_prompt_is_read_in_chunks_while_others_end(row, monkeypatch):
 
 
 @full
-@pytest.mark.parametrize("name", ["join", "verify", "commit"])
+@pytest.mark.parametrize("name", ["join", "verify", "drop_finished"])
 def test_others_go_on_where_one_fails(row, monkeypatch, name):
     """What they have said is read again, by drafters of all kinds."""
     tape_everything(monkeypatch)

@@ -11,6 +11,7 @@ from hf_specdec import Speculator, record
 from hf_specdec.drafts import TokenTree
 from hf_specdec.protocol import Commit, Prompt
 from hf_specdec.target import lean
+from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.lean import LeanModel, slot_model
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
@@ -54,7 +55,7 @@ def target(name: str):
     model = {**LEAN, **OWN_FORWARD}[name]()
     if name in OWN_FORWARD:
         model.get_decoder().register_forward_hook(lambda module, args, output: None)
-    assert isinstance(slot_model(model, None), LeanModel) == (name in LEAN)
+    assert isinstance(slot_model(model, SlotCache(4)), LeanModel) == (name in LEAN)
     return model
 
 

@@ -219,8 +219,13 @@ class TestMtp:
         """So many drafts are accepted as the official code was forced to accept, in one row and in two."""
         target, _, expected = published(f"mtp/{name}")
         network = load_speculator(target, "mtp").resources
-        compute, logits = network.logits, []
-        monkeypatch.setattr(network, "logits", lambda *given: logits.append(compute(*given)) or logits[-1])
+        bind_head, logits = network.bind_head, []
+
+        def bound(*how):
+            head = bind_head(*how)
+            return lambda output: logits.append(head(output)) or logits[-1]
+
+        monkeypatch.setattr(network, "bind_head", bound)
         for mode, is_alone in product(("chain", "reuse"), (True, False)):
             rows = [mode] if is_alone else [mode, f"p2.{mode}"]
             depth = expected[f"{mode}.r0.logits"].shape[0]

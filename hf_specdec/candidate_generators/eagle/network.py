@@ -21,7 +21,7 @@ V vocabulary of the target, U that of the draft.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, NamedTuple
@@ -39,14 +39,17 @@ from ...layers.llama import DecoderLayer, RMSNorm, with_query_groups
 from ...layers.plan import LayerPlan, Normed, Way, bind_linears, norm_of, plan_layers, planned
 from ...settings import SpeculativeConfig
 from ...target.masks import FULL, Span
+from ...transfers import RowNumbers, last_of_each
 from .formats import EagleConfig, EagleReader, stored_tensors
 
 
 class EaglePlan(NamedTuple):
-    """Bound functions of an EAGLE head."""
+    """Bound functions of an EAGLE head; `project` is that of EAGLE-1, in front of its layers."""
 
     embed: Callable[[torch.LongTensor], torch.Tensor]
-    enter: Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]  # before the first layer
+    project: Callable[[torch.Tensor], Sequence[torch.Tensor]] | None
+    norm_embedded: Callable[[torch.Tensor], torch.Tensor]
+    norm_hidden: Callable[[torch.Tensor], torch.Tensor]
     layers: list[LayerPlan]
     head: Callable[[torch.Tensor], torch.Tensor]
 
@@ -61,6 +64,7 @@ class EagleNetwork(DraftNetwork):
 
     reader_class: ClassVar[type[EagleReader]] = EagleReader
     feeds_normed: ClassVar[bool] = False  # what is fed back has gone through the final norm, whatever the config says
+    enters_by_fc: ClassVar[bool] = False  # the layers read what `fc` makes of embedding and state, and not both
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
@@ -140,35 +144,44 @@ class EagleNetwork(DraftNetwork):
         mask: torch.Tensor | Mapping[Span, torch.Tensor] | None,
         cache: KeyValueCache | None = None,  # keys and values are put there; `None`: the entries see each other alone
         bound: int | None = None,  # above all positions; with it, angles are looked up
+        counts: RowNumbers | None = None,  # (R,): of these entries only the last one predicts
+        predicts: bool = False,  # returns the logits, in the place of what they are made of
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is fed back as `hidden` of the next entry, and what `logits` reads, `(R, T, h)` each."""
+        """What is fed back as `hidden`, and what `logits` reads, `(R, T, h)` each; with counts `(R, h)`."""
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
         masks = dict(mask) if isinstance(mask, Mapping) else dict.fromkeys(self.spans, mask)
         if mask is not None:
             masks = {span: with_query_groups(one, groups) for span, one in masks.items()}
-        angles = self.angles(positions, hidden, bound)
         plan = planned(self, hidden, cache)
-        stream, read = plan.enter(plan.embed(tokens), hidden)
+        angles, embedded = self.angles(positions, hidden, bound), plan.embed(tokens)
+        if plan.project is not None:
+            (stream,) = plan.project(torch.cat((embedded, hidden), dim=-1))
+            read = plan.norm_embedded(stream)
+        else:
+            state = plan.norm_hidden(hidden)
+            stream = state if self.config.norm_before_residual else hidden
+            read = torch.cat((plan.norm_embedded(embedded), state), dim=-1)
         for layer, layer_plan, span in zip(self._modules["layers"], plan.layers, self._layer_spans):
             stream, read = layer.advance(layer_plan, stream, read, angles, masks[span], cache)
-        return read if self.feeds_normed or self.config.norm_output else stream, read
+        fed_back = read if self.feeds_normed or self.config.norm_output else stream
+        if counts is not None:
+            fed_back, read = last_of_each(fed_back, counts), last_of_each(read, counts)
+            plan = planned(self, read, cache)
+        return fed_back, plan.head(read) if predicts else read
 
     def plan(self, way: Way, dtype: torch.dtype) -> EaglePlan:
         """What it computes with."""
         layers = plan_layers(self._modules["layers"], Normed(norm_of(self._modules["norm"])), way, dtype)
-        entrance = self._bind_entrance(layers[0], way, dtype)
-        return EaglePlan(self.bind_embedding(), entrance, layers, self.bind_head(way, dtype))
-
-    def _bind_entrance(
-        self, first: LayerPlan, way: Way, dtype: torch.dtype
-    ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-        """What makes of embeddings and states the stream that enters the first layer, and what attention reads."""
-        raise NotImplementedError
+        norms, fc = layers[0].norms, self._modules["fc"]
+        project = bind_linears(way, dtype, [fc])[0] if self.enters_by_fc else None
+        head, scale = self.bind_head(way, dtype), self.config.logit_scale
+        scaled_head = head if scale == 1 else lambda output: head(output) * scale
+        norm_embedded, norm_hidden = norms["input_layernorm"], norms.get("hidden_norm", norms[None])
+        return EaglePlan(self.bind_embedding(), project, norm_embedded, norm_hidden, layers, scaled_head)
 
     def logits(self, output: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """Logits `(..., U)` over the draft's vocabulary, from the second tensor of `forward`, `(..., h)`."""
-        logits = planned(self, output, cache).head(output)
-        return logits if self.config.logit_scale == 1 else logits * self.config.logit_scale
+        return planned(self, output, cache).head(output)
 
     def save(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` in the layout of the first publishers; makes the folder."""
@@ -180,15 +193,7 @@ class Eagle1Network(EagleNetwork):
 
     has_targets_embedding = True
     feeds_normed: ClassVar[bool] = True
-
-    def _bind_entrance(self, first, way, dtype):
-        (project, _), norm = bind_linears(way, dtype, [self._modules["fc"]]), first.norms["input_layernorm"]
-
-        def enter(embedded, hidden):
-            (stream,) = project(torch.cat((embedded, hidden), dim=-1))
-            return stream, norm(stream)
-
-        return enter
+    enters_by_fc: ClassVar[bool] = True
 
 
 class Eagle3Network(EagleNetwork):
@@ -218,16 +223,6 @@ class Eagle3Network(EagleNetwork):
         """The state `(1, 1, h)` of masks, made as those of the target are."""
         parts = self.mask_hidden.split(self.config.target_hidden_size)
         return self.fuse({key: part[None, None] for key, part in zip(self.target_hidden_states, parts)})
-
-    def _bind_entrance(self, first, way, dtype):
-        norm_embedded, norm_hidden = first.norms["input_layernorm"], first.norms["hidden_norm"]
-        is_normed = self.config.norm_before_residual
-
-        def enter(embedded, hidden):
-            state = norm_hidden(hidden)
-            return state if is_normed else hidden, torch.cat((norm_embedded(embedded), state), dim=-1)
-
-        return enter
 
 
 class EagleLayer(DecoderLayer):

@@ -33,9 +33,8 @@ from ...kernels.heads import KeyValueCache
 from ...layers.draft_network import DraftModule, TargetParts
 from ...layers.experts import MixtureOfExperts
 from ...layers.known import is_llama_layer
-from ...layers.llama import DecoderLayer, RMSNorm, with_query_groups
+from ...layers.llama import DecoderLayer, RMSNorm, RotaryAngles, with_query_groups
 from ...layers.plan import Way, bind_linears, bind_norm, norm_of, planned
-from ...layers.rope import RotaryAngles
 from ...settings import SpeculativeConfig
 from ...target.attention import NAME, name_masks
 from ...target.forward import SlotForward, told
@@ -48,6 +47,7 @@ from ...target_facts import (
     numbers_of,
     vocabulary_size,
 )
+from ...transfers import RowNumbers, last_of_each
 from .formats import MTP_LAYOUT, SUPPORTED_MODEL_TYPES, WIDTH_KEY, MtpConfig, MtpReader, stored_tensors
 
 
@@ -174,8 +174,10 @@ class MtpNetwork(DraftModule):
         cache: KeyValueCache | None = None,  # keys and values are put there; `None`: the entries see each other alone
         layer: int = 0,  # that reads them
         bound: int | None = None,  # above all positions; with it, angles may be looked up
+        counts: RowNumbers | None = None,  # (R,): of these entries only the last one predicts
+        predicts: bool = False,  # returns the logits, in the place of what they are made of
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What is handed on as `hidden`, and what `logits` reads, `(R, T, h)` each."""
+        """What is handed on as `hidden`, and what `logits` reads, `(R, T, h)` each; with counts `(R, h)`."""
         plan = planned(self, hidden, cache)
         part = plan.parts[layer % self.config.num_projections]
         halves = [part.norm_embedded(plan.embed(tokens)), part.norm_hidden(hidden)]
@@ -188,10 +190,11 @@ class MtpNetwork(DraftModule):
             stream = decoder_layer(projected, angles, with_query_groups(mask, decoder_layer.self_attn.groups), cache)
         else:
             stream = self._read_as_family(layer, projected, positions, mask, cache)
-        if part.norm is None:
-            return stream, self.final_norm(stream)
-        output = part.norm(stream)
-        return output, output
+        if counts is not None:
+            stream = last_of_each(stream, counts)
+            plan = planned(self, stream, cache)
+        output = self.final_norm(stream) if part.norm is None else part.norm(stream)
+        return stream if part.norm is None else output, plan.head(output) if predicts else output
 
     def plan(self, way: Way, dtype: torch.dtype) -> MtpPlan:
         """What it computes with around its layers."""

@@ -21,9 +21,10 @@ import torch
 
 from ...errors import UnsupportedModelError
 from ...kernels.tree_attention import Beginning
+from ...layers.known import has_known_layers
 from ...target.cache import SlotCache
 from ...target.forward import SlotOutput
-from ...target.lean import EnteredNodes, LeanModel, has_known_layers
+from ...target.lean import EnteredNodes, LeanModel
 from ...target.model import SlotModel
 from ...target.model_slots import ModelSlots
 from ...transfers import RowNumbers, upload

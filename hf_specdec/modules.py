@@ -1,0 +1,59 @@
+"""What follows from the modules of a model, kept from call to call until somebody changes one of them."""
+
+from __future__ import annotations
+
+from operator import attrgetter, is_
+from types import NoneType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+
+# Attributes that a module computes with, beside its tensors and parts.
+_PLAIN = {bool, int, float, str, NoneType}
+
+# What runs beside the forward of a module, by number.
+hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+_kept: WeakKeyDictionary[nn.Module, tuple[list[Any], list[int], dict[Any, Any]]] = WeakKeyDictionary()
+
+
+def kept_for(owner: nn.Module, *others: nn.Module) -> dict[Any, Any]:
+    """A dict for what follows from the modules of an owner, and of others that it goes through.
+
+    It is a new one when a module, a tensor, an attribute, a hook or the config is another than before, or autocast is.
+    What is put there must not hold the owner.
+    """
+    parts, addresses = _state([owner, *others])
+    before, addresses_before, values = _kept.get(owner) or ([], [], {})
+    # By identity: tensors are not to be compared, and numbers stay the same objects until others are assigned.
+    is_same = addresses == addresses_before and len(parts) == len(before) and all(map(is_, parts, before))
+    if not is_same:
+        values = {}
+        _kept[owner] = parts, addresses, values
+    return values
+
+
+def _state(modules: list[nn.Module]) -> tuple[list[Any], list[int]]:
+    """What decides what modules and their parts compute, without the first one, and where their tensors lie."""
+    state: list[Any] = [torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
+    addresses, configs = [], set()
+    for module in modules:
+        attributes, tensors = vars(module), [*module._parameters.values(), *module._buffers.values()]
+        modules += [part for part in module._modules.values() if part is not None]
+        # A function in the place of the forward may hold the owner.
+        own_forward, compiled = type(attributes.get("forward")), attributes.get("_compiled_call_impl") is None
+        state += (type(module), type(module).forward, own_forward, compiled, *tensors, *module._modules.values())
+        state += [value for value in attributes.values() if type(value) in _PLAIN]
+        # A tensor can be given another memory.
+        addresses += [tensor.data_ptr() for tensor in tensors if type(tensor) in (nn.Parameter, torch.Tensor)]
+        for hooks in hooks_of(module):
+            # Each has a number of its own.
+            state += hooks
+        config = attributes.get("config")
+        if config is not None and id(config) not in configs:
+            configs.add(id(config))
+            state += getattr(config, "__dict__", {}).values()
+    return state, addresses

@@ -40,7 +40,8 @@ def bench_command(
     recommend: Annotated[
         bool,
         typer.Option(
-            "--recommend", help="Also measure drafters that are found for the model, and say which one pays, and why."
+            "--recommend",
+            help="Also measure drafters that are found for the model, and say which one is fastest, and why.",
         ),
     ] = False,
     check: Annotated[

@@ -96,7 +96,7 @@ MaxNewTokens = Annotated[
 BatchSize = Annotated[int, typer.Option("--batch-size", "-b", min=1, help="Requests that are decoded at a time.")]
 TokensInFlight = Annotated[
     int | None,
-    typer.Option(min=1, help="Tokens that these may come to together, which bounds the memory of the cache."),
+    typer.Option(min=1, help="Most tokens of these together, which limits the memory of the cache."),
 ]
 
 _SAMPLING = "Sampling"
@@ -122,7 +122,7 @@ TopP = Annotated[
 ]
 TopK = Annotated[
     int | None,
-    typer.Option(min=0, rich_help_panel=_SAMPLING, help="Sample from so many most likely tokens; 0: all."),
+    typer.Option(min=0, rich_help_panel=_SAMPLING, help="Sample from this many most likely tokens; 0: all."),
 ]
 Seed = Annotated[int, typer.Option(rich_help_panel=_SAMPLING, help="Seed of the sampling.")]
 

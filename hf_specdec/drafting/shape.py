@@ -44,8 +44,8 @@ class ExtrapolationOptions(Options):
     )
     draft_tree_top_k: int | None = setting(
         None,
-        "For the dynamic tree: continuations of each node, and nodes of a level that are continued. Left "
-        f"out, {_TREE['draft_tree_top_k']}, on a CPU {_TREES['cpu']['draft_tree_top_k']}.",
+        "For the dynamic tree: continuations of each node, and nodes of a level that are continued. Default: "
+        f"{_TREE['draft_tree_top_k']}, on a CPU {_TREES['cpu']['draft_tree_top_k']}.",
         least=1,
         most=64,
         published=True,

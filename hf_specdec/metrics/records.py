@@ -135,8 +135,8 @@ class CallRecord:
 
         Args:
             path (`str` or `Path`, *optional*): File to write the page to. It needs no other file and no network.
-            tokenizer (`PreTrainedTokenizerBase`, *optional*): Shows tokens as text. Left out: that of `record`; where
-                there is none, tokens are shown by their numbers.
+            tokenizer (`PreTrainedTokenizerBase`, *optional*): Shows tokens as text. Default: that of `record`; without
+                one, tokens are shown by their numbers.
 
         Returns:
             `str`: The page.

@@ -27,20 +27,20 @@ class SpecDecodingStats:
         num_draft_tokens (`int`): Tokens in them.
         num_accepted_tokens (`int`): Tokens of them that were committed.
         num_accepted_tokens_per_pos (`list[int]`): Of these, how many at depth 1, 2, ... of a draft.
-        num_reached_tokens (`int`): Draft tokens that were compared at all: the accepted ones, and where a draft was
-            left before its end, the one after them.
+        num_reached_tokens (`int`): Draft tokens that were compared with the target's: the accepted ones and, where a
+            draft was not accepted to its end, the first rejected one.
         num_committed_tokens (`int`): Tokens generated, those without a draft included.
         num_row_cycles (`int`): Verifications, counted per row: a forward over 4 active rows counts 4.
         num_cycles_without_drafts (`dict[str, int]`): Verifications of the anchors alone, counted per forward, by
-            reason: "batch_size" (a setting allows none for so many rows), "does_not_pay" (the adaptive length chose
-            none, or measured plain decoding), "length_limit" (one token is left to generate, or requests allow
+            reason: "batch_size" (a setting allows none for this many rows), "does_not_pay" (the adaptive length
+            chose none, or measured plain decoding), "length_limit" (one token is left to generate, or requests allow
             none), "max_model_len" (all rows are too long for the drafter), "nothing_found" (the method had no draft),
             "not_asked" (there is no drafter).
         num_spec_tokens (`int`): Speculation length k of the call: most draft tokens of a chain, most depth of a tree.
         num_lookups (`int`): For methods that retrieve: how often a row's text was looked up.
         num_lookup_hits (`int`): Of these, how often a draft was found.
-        cache_tokens, cache_bytes (`int`): Tokens that were searched at last, about the memory that they take. For
-            "ngram" these are the rows' own texts, for "suffix" the past responses.
+        cache_tokens, cache_bytes (`int`): Tokens that the last lookup searched, and roughly their memory: for "ngram"
+            the rows' own texts, for "suffix" the past responses.
         num_target_forwards (`int`): Forwards of the target model, the prefill included; not the one that checks a
             class of models.
         draft_seconds, verify_seconds, prefill_seconds, total_seconds (`float`): Wall-clock time. Verification is the
@@ -49,17 +49,17 @@ class SpecDecodingStats:
             a drafter's first call, its loading.
         attention (`str`): What computed the attention of the last verification: "tree kernel" (of Triton, on a GPU),
             "masked", or how many layers each and why.
-        graphs (`str`): CUDA graphs of the verifications: "on", or "off" and why.
-        num_graph_replays (`int`): Verifications that did.
-        num_graph_captures (`int`): Graphs that were captured for it in this call, rather than in earlier ones.
-        draft_graphs (`str`): The same of what draft networks read and draft in a cycle; empty where there are none: on
-            other devices, and for methods without a network.
-        num_draft_graph_replays, num_draft_graph_captures (`int`): Their graphs that ran, and those captured for it.
-        peak_memory_bytes (`int`): Most memory of the target's GPU that torch has had in use, since the process began
-            or its peak statistics were reset. 0 on a CPU.
-        drafter (`dict[str, str | None]`): Of a drafter that no call has named: `model`, `owner`, `revision` and the
-            `place` where it was found. Empty of others.
-        notes (`list[str]`): What was switched off or limited in this call, and why; what a rule made of the text.
+        graphs (`str`): Whether verifications ran as CUDA graphs: "on", or "off" and why.
+        num_graph_replays (`int`): Verifications that ran as graphs.
+        num_graph_captures (`int`): Graphs that were captured for verifications in this call.
+        draft_graphs (`str`): Whether draft networks ran as CUDA graphs; empty on other devices and for methods without
+            a network.
+        num_draft_graph_replays, num_draft_graph_captures (`int`): The same counts for draft networks.
+        peak_memory_bytes (`int`): Peak memory of the target's GPU, as torch counts it since the process began or its
+            peak statistics were reset. 0 on a CPU.
+        drafter (`dict[str, str | None]`): Of a drafter that discovery found: `model`, `owner`, `revision` and the
+            `place` where it was found. Empty otherwise.
+        notes (`list[str]`): What was switched off or limited in this call, and why.
     """
 
     method: str = ""

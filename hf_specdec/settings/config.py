@@ -147,7 +147,7 @@ class SpeculativeConfig:
     )
     max_model_len: int | None = setting(
         None,
-        "Longest sequence in tokens that is drafted for; a longer row goes on without drafts. "
+        "Longest sequence in tokens that is drafted for; longer rows continue without drafts. "
         "Default: the limits of the models.",
         least=1,
     )
@@ -166,7 +166,7 @@ class SpeculativeConfig:
         None, "Folder where downloads are kept. Default: the Hub's cache.", normalize=plain_path, describes_model=True
     )
     local_files_only: bool = setting(
-        False, "Take the draft model from the cache, and ask nothing of the Hub.", describes_model=True
+        False, "Load the draft model from the cache, without asking the Hub.", describes_model=True
     )
     token: str | bool | None = setting(
         None,
@@ -177,8 +177,8 @@ class SpeculativeConfig:
     trust_remote_code: bool = setting(False, "Let code from the draft model's repository run.", describes_model=True)
     trusted_owners: tuple[str, ...] | None = setting(
         None,
-        "Owners on the Hub whose drafters may be taken where no `model` is named, e.g. `['google', 'Qwen']`. Left "
-        "out, all, as far as the environment variable HF_SPECDEC_TRUSTED_OWNERS allows them.",
+        "Owners on the Hub whose drafters may be used where no `model` is named, such as `['google', 'Qwen']`. "
+        "Default: all that the environment variable HF_SPECDEC_TRUSTED_OWNERS allows.",
         normalize=owners,
         describes_model=True,
     )

@@ -25,8 +25,8 @@ class CombinedOptions(Options):
     model: Any
     retrieval_num_speculative_tokens: int | None = setting(
         None,
-        "Most tokens of a retrieved draft; `num_speculative_tokens` is that of the other method. Left "
-        "out, the default of the retrieving method.",
+        "Most tokens of a retrieved draft; `num_speculative_tokens` is that of the other method. Default: that of the "
+        "retrieving method.",
         least=1,
         most=MAX_NODES,
         published=True,

@@ -164,7 +164,7 @@ class DraftModelOptions(Options):
     confidence_threshold: float | None = setting(
         None,
         "A row stops drafting after a token that the draft gives less probability than this, in [0, 1]. "
-        "0 drafts always `num_speculative_tokens`. By default 0; on a CPU, where drafts are greedy and their length "
+        "0 always drafts `num_speculative_tokens`. Default: 0; on a CPU, where drafts are greedy and their length "
         f"adapts, {_THRESHOLDS['cpu']}.",
         least=0,
         most=1,
@@ -174,20 +174,20 @@ class DraftModelOptions(Options):
     parallel_drafting: bool | None = parallel_drafting_field()
     draft_tokenizer: str | None = setting(
         None,
-        "Repo id or folder of the draft model's tokenizer, where it does not lie beside the draft model.",
+        "Repo id or folder of the draft model's tokenizer, if it is not next to the draft model.",
         normalize=plain_path,
     )
     draft_vocabulary: Literal["auto", "same", "shared_tokens", "text"] = setting(
         "auto",
-        "`same`: both tokenizers are the same, and not compared. Of different ones `shared_tokens` drafts among the "
-        "tokens that both have (TLI), and `text` re-encodes what the draft writes (SLEM, universal assisted "
-        "generation). `auto` compares them, and takes the text where few tokens are shared.",
+        "`same`: the tokenizers are known to be the same, and not compared. For others, `shared_tokens` drafts "
+        "among the tokens that both have (TLI), and `text` re-encodes what the draft writes (SLEM, universal assisted "
+        "generation). `auto` compares them, and uses `text` where few tokens are shared.",
     )
     draft_vocabulary_size: int | None = setting(
         None,
-        "Draft the first so many tokens of the vocabulary alone, such as 32768, which saves most of the time of the "
-        "draft's lm_head. The text stays the target's. Tokenizers number tokens by their frequency, mostly in English "
-        "texts and code: of other texts fewer drafts are accepted. By default all tokens.",
+        "Draft only this many first tokens of the vocabulary, such as 32768, which saves most of the time of the "
+        "draft's lm_head. Tokenizers number tokens by frequency, mostly in English text and code: of other texts "
+        "fewer drafts are accepted. Default: all tokens.",
         least=1,
         published=True,
     )

@@ -47,8 +47,8 @@ class GrammarOptions(Options):
     most_alternatives: int = setting(
         3,
         "Most alternatives at a place of the grammar, such as the values of an enum, that are drafted side by side; "
-        "where there are more, the draft ends. 1 drafts no alternatives, and 0 forced tokens alone: else, where a "
-        "value of JSON may end or go on, such as within a string, its end and what that forces are drafted, too.",
+        "where there are more, the draft ends. 1: no alternatives, only forced tokens and likely ends of values, as "
+        "of a string in JSON. 0: only forced tokens.",
         least=0,
         most=_MAX_ALTERNATIVES,
         key="grammar_most_alternatives",

@@ -53,7 +53,7 @@ class SparseKVOptions(Options):
 
     sparse_kv_window: tuple[int, int] = setting(
         SPARSE_KV_WINDOW,
-        "How many first and how many last tokens of a text drafts see; a number alone is that of the last ones.",
+        "How many of the first and of the last tokens of a text drafts see; a number alone counts the last ones.",
         least=0,
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")

@@ -6,8 +6,7 @@ python -m tools.benchmark_pages           # writes docs/benchmarks/ anew
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
 from typing import Any, NamedTuple
@@ -19,56 +18,94 @@ RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks"
 Row = Mapping[str, Any]
 
 
+class Section(NamedTuple):
+    """The reports of these names (a glob), and what of their rows is shown; the files have all of it."""
+
+    files: str
+    title: str = ""
+    text: str = ""
+    hides: tuple[str, ...] = ()  # columns
+    keeps: Callable[[Row], bool] = lambda row: True  # rows
+
+
 class Page(NamedTuple):
-    """A page: the reports whose names begin with `files`, and what one must know to read them."""
+    """A page: what its readers ask, and the reports that answer."""
 
     title: str
     text: str
-    files: tuple[str, ...]
+    sections: tuple[Section, ...]
 
 
 DOCUMENTS = {
     "real_models": Page(
         "Real models",
-        "How fast are methods on real text, beside plain `generate()`, transformers' own ways and this package's loop "
-        "without drafts (`none`)? By kind of prompt the speed-up over plain `generate()`, and tokens per cycle in "
-        'brackets; "all" is the geometric mean. [Choose a method](../choose.md) draws conclusions. The embedded '
-        "model, of 3.9 million parameters, soon repeats itself, so its text is easy to draft.",
-        ("real-", "demo"),
+        "How fast are methods on real text, compared with plain `generate()`, transformers' own ways and this "
+        "package's loop without drafts (`none`)? Speed-up over plain `generate()` by kind of prompt, with tokens per "
+        'cycle in brackets; "all" is the geometric mean. [Choose a method](../choose.md) draws conclusions.',
+        (Section("real-*"),),
     ),
     "gpu": Page(
         "On a GPU",
-        "How long does a cycle take on a GPU, beside the read time of the weights, and how fast is every method? The "
-        "target has the size of Llama-3.1-8B and random weights, its text is known beforehand. Draft networks have "
-        "public sizes and are untrained: their drafts are accepted at published lengths, so these are times of "
-        "cycles, and no claim that a drafter is as good. Eager `generate()` launches its kernels one by one and waits "
-        "for the host; `none` is the fair baseline of what drafts gain. On 28 November 2026 `--smoke` passed on the "
-        "same GPU, also with early launches. See [performance](../performance.md) and [kernels](../kernels.md).",
-        ("gpu-",),
+        "How long does a cycle take on a GPU, compared with the read time of the weights, and how fast is every "
+        "method? The target has the size of Llama-3.1-8B and random weights, and its text is known beforehand. Draft "
+        "networks have public sizes and are untrained: their drafts are accepted at published lengths, so these are "
+        "times of cycles, not claims that a drafter is as good. Eager `generate()` launches its kernels one by one "
+        "and waits for the host; `none` is the fair baseline of what drafts gain. On 28 November 2026 `--smoke` "
+        "passed on the same GPU, also with early launches. See [performance](../performance.md) and "
+        "[kernels](../kernels.md).",
+        (
+            Section(
+                "gpu-*",
+                hides=(
+                    *("attention", "graphs", "to_fastest_of_transformers", "network_ms", "target_work_ms"),
+                    *("accept_ms", "commit_ms", "limit_ms", "to_limit", "copy_gb_per_second"),
+                ),
+                keeps=lambda row: row.get("table") not in ("kernels", "models"),
+            ),
+        ),
     ),
-    "overhead": Page(
-        "Beside transformers' own assisted generation",
-        "How fast is this package's loop, beside transformers' own with the same drafts, and beside plain "
-        "`generate()`? Decoding alone, without the prefill; greedy; fixed lengths. `demo` is the embedded model, "
-        "`random` one of 190 M random parameters with scripted drafts, four of five right. Transformers' loop takes "
-        "one row only. See [performance](../performance.md).",
-        ("overhead",),
-    ),
-    "adaptive": Page(
-        "Adaptive lengths",
-        'Is `num_speculative_tokens="auto"` ever slower than plain `generate()`, and how far is it from the best '
-        "fixed length? Medians of the rounds' ratios, with their range. The aims are 0.97 of plain generation in "
-        "hostile cases and 0.95 of the best fixed length in friendly ones. The loop without drafts (`none`) is faster "
-        "than `generate()` on a small model, and would hide what drafts lose. See [control](../control.md).",
-        ("adaptive",),
-    ),
-    "many": Page(
-        "Many requests, a server, and structured output",
-        "What does it bring to keep a batch full, beside batches of fixed size? How much more does `hf-specdec serve` "
-        "answer with drafts? How much faster is text under a grammar with them? Of a text the forced share is that of "
-        "its tokens which the grammar had foreseen, and the bound, 1 / (1 - share), what drafts of these alone could "
-        "reach. See [many requests](../many.md), [a server](../server.md) and [grammar](../grammar.md).",
-        ("many", "serving", "grammar"),
+    "cpu": Page(
+        "On a CPU",
+        "The loop itself on one core: compared with transformers' assisted generation, in hostile cases, and with "
+        "many requests. [Real models](real_models.md) compares the methods.",
+        (
+            Section(
+                "overhead*",
+                "Compared with transformers' assisted generation",
+                "Decoding alone, without the prefill; greedy; fixed lengths. `demo` is the embedded model, `random` "
+                "one of 190 M random parameters with scripted drafts, four of five right. Transformers' loop takes "
+                "one row only.",
+                ("tokens_per_second", "cycle_ms", "outside_ms", "to_fastest_of_transformers", "same_texts"),
+                # Without a baseline of our own, as earlier reports are, the embedded model says little.
+                lambda row: (
+                    (row["batch_size"] == 1 if row["target"] == "random" else row["to_none"] is not None)
+                    and row["batch_size"] != 4
+                    and row["dtype"] != "float32-medium"
+                ),
+            ),
+            Section(
+                "adaptive-smollm2",
+                "Adaptive lengths",
+                'Is `num_speculative_tokens="auto"` ever slower than plain `generate()`, and how far is it from the '
+                "best fixed length? Medians of the rounds' ratios, with their range. The aims are 0.97 of plain "
+                "generation in hostile cases and 0.95 of the best fixed length in friendly ones. "
+                "[Control](../control.md) summarises the other targets.",
+                ("rounds", "tokens_per_cycle"),
+            ),
+            Section(
+                "many-*",
+                "Many requests",
+                "What does it gain to keep a batch full ([many requests](../many.md)), compared with batches of fixed "
+                "size?",
+                ("seconds", "same_texts"),
+            ),
+            Section(
+                "serving",
+                "A server",
+                "How much more does [`hf-specdec serve`](../server.md) answer with drafts?",
+                ("same_texts",),
+            ),
+        ),
     ),
 }
 
@@ -93,7 +130,7 @@ def cell(value: Any) -> str:
         return f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
     if isinstance(value, list):
         middle, *limits = map(cell, value)
-        return middle if set(limits) <= {middle} else f"{middle} ({' to '.join(limits)})"
+        return middle if set(limits) <= {middle} else f"{middle} ({'-'.join(limits)})"
     return "" if value is None else str(value)
 
 
@@ -121,11 +158,20 @@ def _mean(rows: Sequence[Row], key: str) -> float:
 def markdown(rows: Sequence[Row]) -> str:
     tables = []
     for title, keys, of_table in tables_of(rows):
-        heads = [key.replace("_", " ") for key in keys]
+        # What is the same in all rows is said once.
+        same = {key: cell(of_table[0].get(key)) for key in keys if len({str(row.get(key)) for row in of_table}) == 1}
+        constants = same if len(of_table) > 2 else {}
+        keys = [key for key in keys if key not in constants]
+        title = "; ".join([*filter(None, [title]), *(f"{_head(key)} {value}" for key, value in constants.items())])
+        heads = [_head(key) for key in keys]
         lines = [heads, ["---"] * len(heads), *(cells_of(row, keys) for row in of_table)]
         text = "\n".join(f"| {' | '.join(cells)} |" for cells in lines)
         tables.append(f"{title[:1].upper()}{title[1:]}:\n\n{text}" if title else text)
     return "\n\n".join(tables)
+
+
+def _head(key: str) -> str:
+    return key.replace("_", " ")
 
 
 def environment(found: Mapping[str, Any]) -> str:
@@ -140,15 +186,26 @@ def pages() -> dict[str, str]:
     """Texts of all pages by file name."""
     made = {}
     for name, page in DOCUMENTS.items():
-        parts = [f"# {page.title}", f"{page.text} Commands are those of the version that was measured."]
-        found = (sorted(RESULTS.glob(f"{start}*.json"), key=lambda path: path.stem) for start in page.files)
-        for path in chain.from_iterable(found):
-            report = json.loads(path.read_text(encoding="utf-8"))
-            rows = by_kind(report["rows"]) if "kind" in report["rows"][0] else report["rows"]
-            when = environment(report["environment"])
-            parts += [f"## {path.stem}", when, f"```\n{report['command']}\n```", markdown(rows)]
+        note = "Commands are those of the version that was measured; all figures are in `benchmarks/results/`."
+        parts = [f"# {page.title}", f"{page.text} {note}"]
+        for section in page.sections:
+            parts += [f"## {section.title}", section.text] if section.title else []
+            for path in sorted(RESULTS.glob(f"{section.files}.json"), key=lambda path: path.stem):
+                parts += [
+                    f"### {path.stem}" if section.title else f"## {path.stem}",
+                    *_shown(json.loads(path.read_text(encoding="utf-8")), section),
+                ]
         made[f"{name}.md"] = "\n\n".join(parts) + "\n"
     return made
+
+
+def _shown(report: Mapping[str, Any], section: Section) -> tuple[str, str, str]:
+    """When and how a report was measured, its command, and its tables."""
+    rows = by_kind(report["rows"]) if "kind" in report["rows"][0] else report["rows"]
+    kept = [
+        {key: value for key, value in row.items() if key not in section.hides} for row in rows if section.keeps(row)
+    ]
+    return environment(report["environment"]), f"```\n{report['command']}\n```", markdown(kept)
 
 
 def main() -> None:

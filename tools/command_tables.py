@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import typer
@@ -41,16 +42,48 @@ def flags(command: str) -> set[str]:
 
 
 def options_table(command: str) -> str:
-    """A command's arguments and options, in the groups of its help."""
+    """The arguments and options that this command alone has, in the groups of its help."""
     groups: dict[str, list[str]] = {}
     for item in commands()[command].params:
-        if item.name not in EVERYWHERE:
+        if item.name not in EVERYWHERE and len(_commands_with()[_named(item)]) == 1:
             group = getattr(item, "rich_help_panel", None) or ""
-            cells = (_name(item), _default(item), _meaning(item))
-            groups.setdefault(group, []).append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+            groups.setdefault(group, []).append(_row(_name(item), _default(item), _meaning(item)))
     # As in the help, options of no group come first.
     tables = [(name, rows) for name, rows in sorted(groups.items(), key=lambda group: bool(group[0]))]
     return "\n\n".join("\n".join([*([f"{name}:\n"] if name else []), *_HEAD, *rows]) for name, rows in tables)
+
+
+def shared_options_table() -> str:
+    """The options that several commands have alike; where their defaults differ, each with its commands."""
+    lines = ["| option | commands | default | meaning |", "|---|---|---|---|"]
+    for (name, meaning), defaults in _commands_with().items():
+        if len(defaults) > 1:
+            by_default: dict[str, list[str]] = {}
+            for command, default in defaults.items():
+                by_default.setdefault(default, []).append(command)
+            differ = len(by_default) > 1
+            texts = [f"{default} ({', '.join(names)})" if differ else default for default, names in by_default.items()]
+            lines.append(_row(name, ", ".join(defaults), ", ".join(texts), meaning))
+    return "\n".join(lines)
+
+
+@cache
+def _commands_with() -> dict[tuple[str, str], dict[str, str]]:
+    """By name and meaning of an option, the commands that have it, with its default in each."""
+    found: dict[tuple[str, str], dict[str, str]] = {}
+    for command, program in commands().items():
+        for item in program.params:
+            if item.name not in EVERYWHERE:
+                found.setdefault(_named(item), {})[command] = _default(item)
+    return found
+
+
+def _named(item: Any) -> tuple[str, str]:
+    return _name(item), _meaning(item)
+
+
+def _row(*cells: str) -> str:
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _name(item: Any) -> str:

@@ -15,10 +15,10 @@ from pathlib import Path
 from hf_specdec.cli.train import flags_of, options_of
 from hf_specdec.hub import trust
 from hf_specdec.method import Method, built_in_methods, preferred_methods, trainings
-from hf_specdec.settings import describe_settings, option_fields
+from hf_specdec.settings import describe_settings
 from hf_specdec.training.arguments import DraftTrainingArguments
 from tools import benchmark_pages, support_tables
-from tools.command_tables import commands, options_table
+from tools.command_tables import commands, options_table, shared_options_table
 
 
 ROOT = Path(__file__).parents[1]
@@ -75,7 +75,8 @@ def methods_table() -> str:
         names = _listed(method.name for method in methods)
         rows.append(f"| {names} | {methods[-1].drafts_from} | {_needs(methods[-1])} | [{page}]({page}.md) |")
     combined = "retrieval where the text repeats, the other method elsewhere"
-    rows.append(f"| `suffix+eagle3`, ... | {combined} | what they need | [combined](combined.md) |")
+    page = "[no_weights](no_weights.md#combined-with-another-method)"
+    rows.append(f"| `suffix+eagle3`, ... | {combined} | what they need | {page} |")
     return "\n".join(rows)
 
 
@@ -115,23 +116,15 @@ def _settings_table(items) -> str:
 
 
 def _cells(item) -> tuple[str, ...]:
-    return f"`{item.key}`", f"`{item.type}`", f"`{item.default}`", item.help
+    published = " †" if item.key in trust.may_be_published() else ""
+    # Every setting may be left to its default, which its meaning tells where it is no constant.
+    default = "" if item.default == "None" else f"`{item.default}`"
+    return f"`{item.key}`{published}", f"`{item.type.removesuffix(' | None')}`", default, item.help
 
 
-def preference_table() -> str:
-    rows = ["| method | reason for its rank |", "|---|---|"]
-    return "\n".join(rows + [f"| `{method.name}` | {method.preferred_because} |" for method in preferred_methods()])
-
-
-def published_settings() -> str:
-    rows = ["| method | settings |", "|---|---|", f"| all | {_listed(trust.PUBLISHED_SETTINGS)} |"]
-    for method in built_in_methods():
-        published = [item for item in option_fields(method.name) if item.metadata.get("published")]
-        keys = [item.metadata.get("key", item.name) for item in published]
-        rows.append(f"| `{method.name}` | {_listed(keys)} |")
-    rows.append("| combinations | those of both, `retrieval_num_speculative_tokens` |")
-    rows.append(f"| of a target's entry also | {_listed(trust.PLACE_SETTINGS)} |")
-    return "\n".join(rows)
+def preferred_methods_list() -> str:
+    """The methods in the order in which a search prefers them."""
+    return _listed(method.name for method in preferred_methods())
 
 
 def _listed(names) -> str:
@@ -144,13 +137,21 @@ def real_model() -> str:
 
 
 def recipes_table() -> str:
+    """The recipes with their options; one that extends another has those of the other."""
     rows = ["| method | trains | options |", "|---|---|---|"]
-    for name, training in trainings().items():
-        # Every method has that one.
-        options = [each for each in options_of(training.options) if each[0].name != "kl_weight"]
-        flags = [f"`{'/'.join(flags_of(item, kind))}`" for item, kind in options]
-        rows.append(f"| `{name}` | {training.noun} | {', '.join(flags)} |")
+    flags = {training.options: _flags_of(training.options) for training in trainings().values()}
+    names = {training.options: name for name, training in trainings().items()}
+    for options, own in flags.items():
+        base = next((other for other in flags if other is not options and issubclass(options, other)), None)
+        inherited = [f"those of `{names[base]}`"] if base else []
+        shown = [*inherited, *(flag for flag in own if base is None or flag not in flags[base])]
+        rows.append(f"| `{names[options]}` | {trainings()[names[options]].noun} | {', '.join(shown)} |")
     return "\n".join(rows)
+
+
+def _flags_of(options: type) -> list[str]:
+    """Flags of a recipe's options, without the one that every recipe has."""
+    return [f"`{'/'.join(flags_of(*each))}`" for each in options_of(options) if each[0].name != "kl_weight"]
 
 
 def training_arguments_table() -> str:
@@ -171,14 +172,14 @@ TABLES: dict[str, Callable[[], str]] = {
     "methods": methods_table,
     "common settings": settings_table,
     "settings of methods": settings_of_methods,
-    "preferred methods": preference_table,
-    "published settings": published_settings,
+    "preferred methods": preferred_methods_list,
     "recipes": recipes_table,
     "training arguments": training_arguments_table,
     "real model": real_model,
     "targets": support_tables.targets_table,
     "states": support_tables.states_table,
     "refused": support_tables.refused_table,
+    "options": shared_options_table,
     **{f"options of {command}": partial(options_table, command) for command in commands()},
 }
 

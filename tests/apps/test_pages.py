@@ -37,6 +37,7 @@ from tools import benchmark_pages, command_tables, method_tables
 FROM_NOTHING = ["quickstart.md", "reinforcement.md"]
 # Examples with tests of their own, and those of commands.
 TESTED_ELSEWHERE = ["write_your_own_method.md", "cli.md"]
+OWN_ROOMS = ("hf_specdec", "tests", "tools", "benchmarks")
 PAGES = ["../README.md", *(page.name for page in sorted(DOCS.glob("*.md")) if examples(page))]
 
 
@@ -105,6 +106,16 @@ def test_pages_name_what_there_is():
     for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"):
         for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", path.read_text(encoding="utf-8")):
             assert link.startswith("http") or (ROOT / link).exists(), (path, link)
+    # Files, also by the last part of their paths, and environment variables.
+    text = " ".join(path.read_text(encoding="utf-8") for path in DOCS.rglob("*.md"))
+    paths = {f"/{path.relative_to(ROOT).as_posix()}" for room in OWN_ROOMS for path in (ROOT / room).rglob("*.py")}
+    for name in set(re.findall(r"(?<![\w/.*>])(?:\w+/)*\w+\.py\b", text)):
+        assert any(path.endswith(f"/{name}") for path in paths), name
+    code = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_specdec").rglob("*.py"))
+    listed = re.findall(
+        r"^\| `(HF_SPECDEC_\w+)` \|", (DOCS / "environment.md").read_text(encoding="utf-8"), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(set(re.findall(r"\bHF_SPECDEC_[A-Z_]*[A-Z]\b", code)))
     # Commands and their options.
     commands = command_tables.commands()
     text = (DOCS / "cli.md").read_text(encoding="utf-8")

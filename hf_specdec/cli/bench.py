@@ -40,7 +40,7 @@ def bench_command(
     recommend: Annotated[
         bool,
         typer.Option(
-            "--recommend", help="Also measure drafters that are found for the model, and say which is fastest, and why."
+            "--recommend", help="Also measure drafters that are found for the model, and say which is fastest and why."
         ),
     ] = False,
     check: Annotated[

@@ -1,46 +1,30 @@
-"""Settings that must be made before anything else is imported, and the models that most tests share."""
+"""Settings that must be made before anything else is imported; fixtures of all tests are in `helpers/fixtures.py`."""
 
 from __future__ import annotations
 
 import gc
-import logging
 import os
+
+from tests.helpers import budget
 
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# It has kernels for GPUs, and says of each that it cannot be loaded.
+os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 # Lengths that are chosen by what pays differ from run to run; tests of them set "auto".
 os.environ.setdefault("HF_SPECDEC_ADAPTIVE", "0")
 
-import hypothesis
-import pytest
-import torch
-from transformers.utils import generic
-from transformers.utils import logging as transformers_logging
-
-import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
-from hf_specdec import modules
-from hf_specdec.kernels import products
-from hf_specdec.target import attention
-from hf_specdec.target import model as target
-from tests.helpers.budget import pytest_addoption, pytest_configure  # noqa: F401 - hooks of pytest
-from tests.helpers.models import letter_tokenizer, tiny_llama, tiny_mistral
+pytest_addoption = budget.pytest_addoption
 
 
-# Collected tests stay, and garbage collection would look through them again and again.
-gc.disable()
-
-# The last bits of logits would differ from machine to machine.
-products.is_used = False
-
-# Small models on a shared machine are slower with more.
-torch.set_num_threads(1)
-
-# A busy machine is slower at times. Tests that need more examples say so, and are `full`.
-hypothesis.settings.register_profile("hf_specdec", deadline=None, max_examples=25)
-hypothesis.settings.load_profile("hf_specdec")
+def pytest_configure(config):
+    config.pluginmanager.register(budget.Budget(config), "hf_specdec_budget")
+    # The process that hands out tests to those of `-n` runs none, and needs not import torch.
+    if not getattr(config.option, "numprocesses", None):
+        config.pluginmanager.import_plugin("tests.helpers.fixtures")
 
 
 def pytest_collection_modifyitems(config, items):
@@ -49,69 +33,11 @@ def pytest_collection_modifyitems(config, items):
         items.sort(key=lambda item: item.get_closest_marker("smoke") is None)
 
 
+def pytest_collection():
+    # Collected tests stay, and garbage collection would look through them again and again.
+    gc.disable()
+
+
 def pytest_collection_finish():
     gc.freeze()
     gc.enable()
-
-
-@pytest.fixture(autouse=True)
-def as_talkative_as_before():
-    """Programs that a test calls may quieten transformers and the package for good."""
-    loggers = [logging.getLogger(name) for name in ("transformers", "hf_specdec")]
-    levels, shows_progress = [logger.level for logger in loggers], transformers_logging.is_progress_bar_enabled()
-    yield
-    for logger, level in zip(loggers, levels):
-        logger.setLevel(level)
-    if shows_progress and not transformers_logging.is_progress_bar_enabled():
-        transformers_logging.enable_progress_bar()
-
-
-@pytest.fixture(autouse=True)
-def nothing_kept():
-    """What is kept of shared models knows nothing of what a test puts in the place of the package's functions."""
-    modules._kept.clear()
-
-
-@pytest.fixture(autouse=True)
-def no_old_name_of_the_cache(monkeypatch):
-    """Outputs answer to their old names, too, and say so once in a log that nobody reads here."""
-    if hasattr(generic, "_rename_kwargs_for_bc"):
-        monkeypatch.setattr(generic.logger, "warning_once", pytest.fail, raising=False)
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def sliding_model():
-    return tiny_mistral()
-
-
-@pytest.fixture(scope="session")
-def tokenizer():
-    return letter_tokenizer()
-
-
-@pytest.fixture
-def with_kernel(monkeypatch):
-    """Attention from a tree and not from a mask, as on a GPU; the operations themselves run as their references."""
-    for module in (attention, target):
-        monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
-
-
-@pytest.fixture
-def warnings():
-    """Warnings of the package, also those that another test has seen."""
-    lines = []
-
-    class Lines(logging.Handler):
-        def emit(self, record):
-            lines.append(record.getMessage())
-
-    handler, logger = Lines(logging.WARNING), logging.getLogger("hf_specdec")
-    logger.addHandler(handler)
-    transformers_logging.warning_once.cache_clear()
-    yield lines
-    logger.removeHandler(handler)

@@ -331,7 +331,7 @@ class TestRequests:
 
 
 # Of a single row, the verification of a draft that was launched ahead is launched, too.
-QUICK = ["ngram", "draft model", "medusa", "eagle3, static tree", "mtp, layers", "draft model, drawn", "early_exit"]
+QUICK = ["ngram", "medusa", "eagle3, static tree", "draft model, drawn"]
 
 
 class TestNextVerificationIsLaunchedBeforeTheVerdictIsRead:

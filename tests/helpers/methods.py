@@ -7,7 +7,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hf_specdec import Speculator, demo, load_speculator
 from hf_specdec.control import ControlProfile
@@ -216,6 +216,12 @@ REPRESENTATIVES |= {"eagle3 tree", "suffix+recycling", "ngram+eagle3"}
 @cache
 def demo_target() -> PreTrainedModel:
     return demo.load_target()
+
+
+@cache
+def demo_tokenizer() -> PreTrainedTokenizerBase:
+    """For tests that do not change it."""
+    return demo.load_tokenizer()
 
 
 @cache

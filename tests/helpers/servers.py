@@ -21,7 +21,7 @@ uvicorn = pytest.importorskip("uvicorn")
 from hf_specdec import SpeculativeBatchingManager, demo  # noqa: E402
 from hf_specdec.serving.app import LOOPBACK, build_app  # noqa: E402
 from hf_specdec.serving.service import Limits, Service  # noqa: E402
-from tests.helpers.methods import demo_target  # noqa: E402
+from tests.helpers.methods import demo_target, demo_tokenizer  # noqa: E402
 
 
 TEMPLATE = "{% for message in messages %}# {{ message.content }}\n{% endfor %}"
@@ -148,7 +148,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 60) -> None:
 
 def plain(prompt: str, length: int, **settings) -> str:
     """What plain generation says."""
-    tokenizer = demo.load_tokenizer()
+    tokenizer = demo_tokenizer()
     ids = tokenizer(prompt)["input_ids"]
     settings = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "max_new_tokens": length, **settings}
     tokens = demo_target().generate(torch.tensor([ids]), **settings)[0, len(ids) :]

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers.levels import in_full
+from tests.helpers.levels import in_full, when_slow
 
 
 IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,10 +27,11 @@ IS_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 # Shared memory that a block may take, in bytes, by compute capability, or AMD's name of the architecture.
 SHARED_MEMORY = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10, 120: 99 << 10, "gfx942": 64 << 10}
 
-# Every kernel is compiled for one GPU in the short run, and for the others in the full one.
+# Every kernel is compiled for a GPU of each maker in the full run, and for the others before a release; in the short
+# run those of a layer are (`test_early.py`).
 every_gpu, every_nvidia = (
-    pytest.mark.parametrize("compile_for", [90, *in_full(*others)], indirect=True)
-    for others in ((80, 100, 120, "gfx942"), (80, 100, 120))
+    pytest.mark.parametrize("compile_for", [*in_full(*makers), *when_slow(80, 100, 120)], indirect=True)
+    for makers in ((90, "gfx942"), (90,))
 )
 
 # ptxas of different versions trades a few bytes of stack for occupancy.

@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from hf_specdec.drafts import TreeTopology
 from hf_specdec.kernels.ancestors import _grow_torch, _grow_triton
 from hf_specdec.kernels.tree_attention import MAX_NODES, pack_ancestors
-from tests.helpers.levels import in_full
 from tests.kernels.conftest import every_gpu
 
 
@@ -41,7 +40,7 @@ def test_kernel_with_the_longest_chain_and_a_bush(device):
 
 
 @every_gpu
-@pytest.mark.parametrize("size", [MAX_NODES - 1, *in_full(0, 5)])
+@pytest.mark.parametrize("size", [0, MAX_NODES - 1])
 def test_kernel_compiles(compile_for, size):
     with compile_for():
         _grow_triton(torch.full((2, size), -1))

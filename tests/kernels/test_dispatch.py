@@ -12,6 +12,7 @@ import pytest
 from hf_specdec.errors import MissingDependencyError, SpecConfigError
 from hf_specdec.kernels import _triton
 from hf_specdec.kernels._triton import use_triton
+from tests.helpers.levels import full
 
 
 ON_CPU, ON_GPU = SimpleNamespace(is_cuda=False), SimpleNamespace(is_cuda=True)
@@ -41,6 +42,7 @@ def test_the_choice_of_the_user_or_of_the_device(monkeypatch):
         use_triton(ON_GPU)
 
 
+@full
 def test_the_package_runs_without_triton():
     """Runs in a process of its own, with the choice made in the environment."""
     code = """

@@ -14,7 +14,7 @@ from hf_specdec.kernels.norms import Norm, Scale, add_norm_torch, add_norm_trito
 from hf_specdec.layers.llama import GatedMLP, RMSNorm, bind_sum, place_heads
 from hf_specdec.layers.plan import Normed, Way
 from tests.helpers.layer_references import CLOSE, drawn, slots_of, to
-from tests.helpers.levels import in_full
+from tests.helpers.levels import in_full, when_slow
 from tests.kernels.conftest import every_gpu
 
 
@@ -160,7 +160,7 @@ def test_rotary_angles(device, positions, numbers, dtype, factor, is_interleaved
 
 
 @every_gpu
-@pytest.mark.parametrize("size", [128, *in_full(64, 256)])
+@pytest.mark.parametrize("size", [128, *when_slow(64, 256)])
 def test_kernels_compile(compile_for, size):
     dtype = BF16
     stream, inner = torch.empty(2, 16, 4096, dtype=dtype), torch.empty(2, 16, 2 * 14336, dtype=dtype)

@@ -66,6 +66,7 @@ def output_of(process, seconds=300):
     return output, errors
 
 
+@full
 def test_without_numba_torch_and_python_compute_and_one_warning_says_so():
     """It is imported when it is needed, and not before."""
     code = """

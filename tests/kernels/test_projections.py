@@ -14,7 +14,7 @@ from hf_specdec.layers import llama
 from hf_specdec.layers.draft_network import new_attention, new_mlp
 from hf_specdec.layers.plan import Normed, norm_of, plan_layers, way_of
 from tests.helpers.layer_references import CLOSE, drawn, to
-from tests.helpers.levels import in_full
+from tests.helpers.levels import in_full, when_slow
 from tests.kernels.conftest import SHARED_MEMORY, watched
 
 
@@ -157,7 +157,9 @@ def test_layers_of_four_products(hooked, device, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("compile_for", "tokens"), [(90, 16), *in_full((80, 64), (100, 64), (120, 1))], indirect=["compile_for"]
+    ("compile_for", "tokens"),
+    [*in_full((90, 16), (80, 64)), *when_slow((100, 64), (120, 1))],
+    indirect=["compile_for"],
 )
 def test_kernels_compile(compile_for, tokens, request, monkeypatch):
     gpu = Gpu(132, SHARED_MEMORY[request.node.callspec.params["compile_for"]])

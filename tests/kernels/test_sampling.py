@@ -13,7 +13,7 @@ from hf_specdec.kernels import launching
 from hf_specdec.kernels.sampling import _sample_triton, sample_torch
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.kernels.warpers import Warping, _warped_torch, _warped_triton
-from tests.helpers.levels import full, in_full
+from tests.helpers.levels import full, in_full, when_slow
 from tests.helpers.rule_cases import random_probs
 from tests.kernels.conftest import every_gpu
 
@@ -89,8 +89,8 @@ def test_proposals(device, generator):
 @pytest.mark.parametrize(
     ("compile_for", "vocab_size", "dtype"),
     [
-        (90, 32_001, torch.bfloat16),
-        *in_full((80, 151_936, torch.float32), (100, 151_936, torch.float32), (120, 32_001, torch.bfloat16)),
+        *in_full((90, 32_001, torch.bfloat16), (80, 151_936, torch.float32)),
+        *when_slow((100, 151_936, torch.float32), (120, 32_001, torch.bfloat16)),
     ],
     indirect=["compile_for"],
 )
@@ -190,7 +190,7 @@ def test_warpers_of_logits_that_are_no_numbers_or_impossible(device):
 
 
 @every_gpu
-@pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *when_slow(torch.float32, torch.float16)], ids=str)
 def test_warpers_compile(compile_for, dtype):
     with compile_for() as kernels:
         for vocab_size in (32000, 151936):

@@ -17,11 +17,13 @@ from hf_specdec.target.graphs import call_graphs
 from hf_specdec.target.lean import LeanModel, slot_model
 from hf_specdec.target.uncompiled import Uncompiled, _set_aside
 from tests.helpers.interruptions import interrupted_everywhere
-from tests.helpers.levels import in_full, slow
+from tests.helpers.levels import full, slow
 from tests.helpers.methods import CHECKPOINTS, demo_inputs, demo_target, plain_text
 from tests.helpers.models import tiny_llama
 from tests.helpers.threads import in_threads
 
+
+pytestmark = full
 
 # Graphs may not break in it, so that nothing of this package is traced without being noticed.
 WHOLE = {"backend": "eager", "fullgraph": True}
@@ -68,9 +70,7 @@ def attributes(model) -> list[dict]:
     return [dict(vars(module)) for module in model.modules()]
 
 
-@pytest.mark.parametrize(
-    ("way", "method"), [("forward", "eagle3"), *in_full(*product(WAYS, ["ngram"]), ("layers", "dflash"))]
-)
+@pytest.mark.parametrize(("way", "method"), [*product(WAYS, ["ngram"]), ("forward", "eagle3"), ("layers", "dflash")])
 def test_targets(way, method):
     model = compiled(demo_target(), way, **WHOLE)
     before = attributes(model)
@@ -86,7 +86,7 @@ def test_targets(way, method):
     assert torch.equal(wrapped.generate(**demo_inputs(2), **settings), plain_text(2, NEW_TOKENS))
 
 
-@pytest.mark.parametrize("way", ["forward", *in_full("module", "layers", "class", "wrapped")])
+@pytest.mark.parametrize("way", ["forward", "module", "layers", "class", "wrapped"])
 def test_draft_models(way):
     draft = AutoModelForCausalLM.from_pretrained(demo.drafter_path("draft_model"))
     draft = torch.compile(draft, **WHOLE) if way == "wrapped" else compiled(draft, way, **WHOLE)

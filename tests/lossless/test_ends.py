@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from functools import cache
-
 import pytest
 import torch
 
-from hf_specdec import demo
 from tests.helpers.calls import PROMPT, assert_same, depths_of, drafted, inputs, plain, traces_of
 from tests.helpers.levels import full, in_full
-
-
-tokenizer = cache(demo.load_tokenizer)
+from tests.helpers.methods import demo_tokenizer
 
 
 def new_tokens(batch_size: int) -> list[list[int]]:
@@ -62,8 +57,8 @@ def test_max_model_len(row):
 
 @pytest.mark.as_users_run
 def test_stop_strings(row):
-    words = tokenizer().batch_decode([text[5:7] for text in new_tokens(3)[:2]])
-    assert_same(row, 3, stop_strings=tuple(words), tokenizer=tokenizer(), eos_token_id=1)
+    words = demo_tokenizer().batch_decode([text[5:7] for text in new_tokens(3)[:2]])
+    assert_same(row, 3, stop_strings=tuple(words), tokenizer=demo_tokenizer(), eos_token_id=1)
 
 
 def ends_early(input_ids, scores):

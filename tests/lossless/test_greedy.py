@@ -23,7 +23,7 @@ from tests.helpers.calls import (
     windowed_target,
     with_mask,
 )
-from tests.helpers.levels import full
+from tests.helpers.levels import full, in_full
 from tests.helpers.methods import demo_target, fresh_speculator, settings_of
 
 
@@ -31,7 +31,7 @@ SHAPES = ("num_speculative_tokens", "speculative_token_tree")
 
 
 @pytest.mark.every_row
-@pytest.mark.parametrize("batch_size", [1, 4], ids=["single", "padded"])
+@pytest.mark.parametrize("batch_size", [4, *in_full(1)], ids=["padded", "single"])
 def test_greedy_matches_generate(row, batch_size):
     call = assert_same(row, batch_size)
     assert call.stats.num_accepted_tokens >= batch_size

@@ -37,21 +37,20 @@ def many(speculator, given: list[dict], batch_size: int = 3, **settings) -> list
 @pytest.mark.as_users_run
 def test_requests_that_join_are_decoded_as_alone(row):
     speculator = fresh_speculator(settings_of(row))
-    run = generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **GREEDY)
+    run = generate_many(demo_target(), requests()[:7], 3, in_order=True, assistant=speculator, **GREEDY)
     results = list(run)
-    assert [result.tokens for result in results] == texts_alone()
+    assert [result.tokens for result in results] == texts_alone()[:7]
     assert {result.finish_reason for result in results} == {"length"}
-    assert sum(result.stats.num_committed_tokens for result in results) == sum(new for _, new in LENGTHS)
-    assert run.stats.num_committed_tokens == sum(new for _, new in LENGTHS)
+    num_tokens = sum(new for _, new in LENGTHS[:7])
+    assert sum(result.stats.num_committed_tokens for result in results) == run.stats.num_committed_tokens == num_tokens
 
 
 def test_as_many_tokens_are_accepted_as_alone(row):
     speculator = fresh_speculator(settings_of(row)).at_full_length()
-    together = many(speculator, requests())
-    assert [result.tokens for result in together] == texts_alone()
+    together = many(speculator, requests()[:7])
     # Trees may depend on the number of places.
-    apart = [many(fresh_speculator(settings_of(row)).at_full_length(), [own])[0] for own in requests()[:6]]
-    counts = [[result.stats.num_accepted_tokens for result in results] for results in (together[:6], apart)]
+    apart = [many(fresh_speculator(settings_of(row)).at_full_length(), [own])[0] for own in requests()[:3]]
+    counts = [[result.stats.num_accepted_tokens for result in results] for results in (together[:3], apart)]
     assert counts[0] == counts[1]
     assert sum(result.stats.num_accepted_tokens for result in together) > 0
 

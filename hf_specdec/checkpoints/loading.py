@@ -91,7 +91,7 @@ def load(
     name = named_checkpoint(config)
     with checkpoint_errors(name):
         placement, reader_class = head_placement(config, target_model), network_class.reader_class
-        reader = reader_class.for_loading(Header.of(config, reader_class.weight_files), config, target_model)
+        reader = reader_class(Header.of(config, reader_class.weight_files), config.options, target_model)
         reader.check()
         record = reader.record(TargetSizes.of(target_model, with_layers=reader.reads_layers))
         # Its own weights take no memory.

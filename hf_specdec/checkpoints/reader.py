@@ -16,7 +16,6 @@ from torch import nn
 from transformers.utils import logging
 
 from ..errors import CheckpointFormatError, shown
-from ..settings import SpeculativeConfig
 from ..threads import cached_property
 from .config_keys import refused_key, unknown_keys
 from .format import Unsupported
@@ -53,19 +52,16 @@ class CheckpointReader:
     # Pattern of files that lie beside the weights of whole models and hold layers for this method.
     target_files: ClassVar[str | None] = None
 
-    def __init__(self, header: Header):
+    def __init__(self, header: Header, options: Any = None, target_model: nn.Module | None = None):
         self.header = header
+        # Of a checkpoint that is loaded: the method's own settings, and its target.
+        self.options, self.target_model = options, target_model
         self.name: str = header.name
         blocks = (header.config.get(key) if key else header.config for key in self.blocks)
         # Where the config may say something; the first that does counts.
         self.places: tuple[Mapping[str, Any], ...] = tuple(block for block in blocks if isinstance(block, Mapping))
         self.stored: dict[str, str] = self._stored_names()  # names in the file by those here
         self.tables: dict[str, torch.Tensor] = {}  # of the network, that are not stored as they are
-
-    @classmethod
-    def for_loading(cls, header: Header, config: SpeculativeConfig, target_model: nn.Module) -> CheckpointReader:
-        """The reader of a checkpoint that is loaded with these settings for this target."""
-        return cls(header)
 
     # What detection and inspection ask
 

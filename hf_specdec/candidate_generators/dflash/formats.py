@@ -14,20 +14,18 @@ Shapes as in [`~candidate_generators.dflash.network`].
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 
 from ...checkpoints.draft_reader import FIRST_LAYER, LAYERS, DraftReader, share_of
 from ...checkpoints.format import Format, Unsupported
-from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed, unwrapped
+from ...checkpoints.header import TargetNeeds, TargetSizes, listed, unwrapped
 from ...checkpoints.schema import COUNT, FLAG, INDEX, INDICES, NAME, NUMBER, POSITIVE, Key, Tensor, keys
 from ...errors import shown
 from ...layers.mask_token import mask_token_in, tokenizer_of
-from ...settings import SpeculativeConfig
 from ...threads import cached_property
 from .heads import BLOCK, HEAD, HeadConfig
 from .heads.domino import DominoConfig
@@ -84,19 +82,14 @@ class DFlashReader(DraftReader):
     unsupported: ClassVar[tuple[Unsupported, ...]] = _UNSUPPORTED
     instead = "Pass a DFlash draft."
 
-    def __init__(self, header: Header, mask_token_id: int | None = None, find_mask_token: Callable | None = None):
-        self.is_speculators: bool = "speculators_model_type" in header.config
-        # Of transformers' own kind.
-        self.is_native: bool = header.config.get("model_type") == "muse_glimmer_assistant"
-        self._named_mask, self._find_mask_token = mask_token_id, find_mask_token
-        super().__init__(header)
+    @property
+    def is_speculators(self) -> bool:
+        return "speculators_model_type" in self.header.config
 
-    @classmethod
-    def for_loading(cls, header: Header, config: SpeculativeConfig, target_model: nn.Module) -> DFlashReader:
-        def find(spelling: str | None) -> int | None:
-            return mask_token_in(tokenizer_of(target_model), spelling)
-
-        return cls(header, getattr(config.options, "dflash_mask_token_id", None), find)
+    @property
+    def is_native(self) -> bool:
+        """Of transformers' own kind."""
+        return self.header.config.get("model_type") == "muse_glimmer_assistant"
 
     # What all drafts have, and what the variants have beside it
 
@@ -266,11 +259,11 @@ class DFlashReader(DraftReader):
 
     def _mask_token_id(self) -> int | None:
         """Named by the user, the config, or the tokenizer; `None` where there is no tokenizer to be asked."""
-        token = self.setting("mask_token_id") if self._named_mask is None else self._named_mask
-        if token is not None or self._find_mask_token is None:
-            return token
-        token = self._find_mask_token(self.setting("mask_token"))
-        if token is None:
+        named = getattr(self.options, "dflash_mask_token_id", None)
+        token = self.setting("mask_token_id") if named is None else named
+        if token is None and self.target_model is not None:
+            token = mask_token_in(tokenizer_of(self.target_model), self.setting("mask_token"))
+        if token is None and self.target_model is not None:
             raise self.wrong(
                 "does not say which token its masks are, and the tokenizer has none that looks like it",
                 "Name it with `dflash_mask_token_id`.",

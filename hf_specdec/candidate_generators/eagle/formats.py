@@ -24,7 +24,6 @@ from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from ...checkpoints.draft_reader import (
@@ -37,9 +36,8 @@ from ...checkpoints.draft_reader import (
     stored_vocabulary,
 )
 from ...checkpoints.format import Format, Unsupported, is_marked
-from ...checkpoints.header import Header, TargetNeeds, TargetSizes, listed
+from ...checkpoints.header import TargetNeeds, TargetSizes, listed
 from ...checkpoints.schema import COUNT, FLAG, INDEX, INDICES, POSITIVE, Key, Tensor, keys, renamed
-from ...settings import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)
@@ -213,14 +211,6 @@ class EagleReader(DraftReader):
     # Buffers, what only training needs, and EAGLE-1's copy of the target's lm_head.
     unused: ClassVar[re.Pattern[str]] = re.compile(r"d2t|t2d|token_map|.*inv_freq|verifier_.*|lm_head\.weight")
 
-    def __init__(self, header: Header, aux_layer_ids: Sequence[int] | None = None):
-        super().__init__(header)
-        self._named_ids = None if aux_layer_ids is None else sorted(set(aux_layer_ids))
-
-    @classmethod
-    def for_loading(cls, header: Header, config: SpeculativeConfig, target_model: nn.Module) -> EagleReader:
-        return cls(header, getattr(config.options, "aux_layer_ids", None))
-
     # What it is
 
     @property
@@ -357,16 +347,19 @@ class EagleReader(DraftReader):
 
     def _stated_ids(self) -> list[int]:
         """Numbers of layers as the user or the config names them, rising."""
-        if self._named_ids is not None:
-            return self._named_ids
-        return sorted(set(self.setting("aux_layer_ids") or self.setting("eagle_aux_hidden_state_layer_ids")))
+        named = self._named_ids or self.setting("aux_layer_ids")
+        return sorted(set(named or self.setting("eagle_aux_hidden_state_layer_ids")))
+
+    @property
+    def _named_ids(self) -> tuple[int, ...] | None:
+        return getattr(self.options, "aux_layer_ids", None)
 
     def _boundaries(self, target: TargetSizes) -> tuple[int, ...]:
         """The boundaries, which configs have in one of two notations without saying which."""
         ids, layers = self._stated_ids(), target.num_hidden_layers
         assert layers is not None, "sizes of a target without its layers"
         usual = sorted({2, layers // 2, layers - 3} & set(range(layers)))
-        is_clear = self._named_ids is not None or self.setting("aux_layer_ids")
+        is_clear = self._named_ids or self.setting("aux_layer_ids")
         if not ids:
             ids = usual
         elif not (is_clear or "speculators_model_type" in self.header.config or max(ids) == layers or ids == usual):

@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
-from torch import nn
 from transformers.utils import logging
 
 from ...checkpoints.format import Format
@@ -31,7 +30,6 @@ from ...checkpoints.reader import CheckpointReader
 from ...checkpoints.schema import COUNT, INDEX, Key, Tensor, renamed
 from ...checkpoints.weights import WEIGHT_FILES
 from ...errors import CheckpointFormatError
-from ...settings import SpeculativeConfig
 from ...target_facts import CACHE_READERS, decoder_layers
 
 
@@ -207,25 +205,13 @@ class MtpReader(CheckpointReader):
     weight_files: ClassVar[tuple[str, ...]] = (MTP_FILES, *WEIGHT_FILES)
     target_files: ClassVar[str | None] = MTP_FILES
 
-    def __init__(self, header: Header, num_target_layers: int | None = None):
-        self.num_target_layers = num_target_layers
-        self.layout: MtpLayout | None = None  # `None`: it has no MTP layers
-        self._is_targets: bool = False
-        self._in_float32: tuple[str, ...] = ()
-        super().__init__(header)
-
-    @classmethod
-    def for_loading(cls, header: Header, config: SpeculativeConfig, target_model: nn.Module) -> MtpReader:
-        reader = cls(header, len(decoder_layers(target_model)))
-        reader._is_targets = header.name == getattr(target_model.config, "_name_or_path", None)
-        # Parts of the names of tensors that are in float32 whatever the others are in.
-        reader._in_float32 = tuple(getattr(target_model, "_keep_in_fp32_modules_strict", None) or ())
-        return reader
-
     def _stored_names(self):
-        if self.num_target_layers is None:
+        if self.target_model is None:
             counts = map(self.stated, ("num_hidden_layers", "num_layers", "n_layer"))
-            self.num_target_layers = next(filter(COUNT.is_valid, counts), 0)
+            self.num_target_layers: int = next(filter(COUNT.is_valid, counts), 0)
+        else:
+            self.num_target_layers = len(decoder_layers(self.target_model))
+        self.layout: MtpLayout | None  # `None`: it has no MTP layers
         self.layout, stored = _recognised(self.header.tensors, self.num_target_layers) or (None, {})
         return stored
 
@@ -294,7 +280,7 @@ class MtpReader(CheckpointReader):
         return {_number(name) for name in self.stored if name.startswith("layers.")}
 
     def record(self, target: TargetSizes) -> MtpConfig:
-        if not self._is_targets:
+        if self.target_model is None or self.header.name != getattr(self.target_model.config, "_name_or_path", None):
             self.check_target(target)
         return MtpConfig(self.layout, self.num_layers, "eh_proj.0.bias" in self.stored, self.setting(WIDTH_KEY))
 
@@ -312,7 +298,9 @@ class MtpReader(CheckpointReader):
         return [[f"{prefix}.{expert}.{part}.weight" for part in parts] for expert in range(shape[0])]
 
     def weight(self, name: str, dtype: torch.dtype | None, device: torch.device | str) -> torch.Tensor:
-        dtype = torch.float32 if any(part in name for part in self._in_float32) else dtype
+        # Some tensors are in float32 whatever the others are in.
+        in_float32 = getattr(self.target_model, "_keep_in_fp32_modules_strict", None) or ()
+        dtype = torch.float32 if any(part in name for part in in_float32) else dtype
         return super().weight(name, dtype, device)
 
     def fitted(self, name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:

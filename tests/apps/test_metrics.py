@@ -157,7 +157,8 @@ def test_reasons_of_cycles_without_drafts(model, monkeypatch):
         assert sum(stats.num_cycles_without_drafts.values()) <= stats.num_target_forwards - 1
         return stats.num_cycles_without_drafts
 
-    assert reasons(prompts(2), speculative={"num_speculative_tokens_per_batch_size": {2: 0}}) == {"batch_size": 11}
+    rule = {"num_speculative_tokens_per_batch_size": {2: 0}}
+    assert reasons(prompts(2), speculative=rule) == {"batch_size": 10, "length_limit": 1}
     assert reasons(prompts(1), max_new_tokens=2) == {"length_limit": 1}
     unique = {"input_ids": torch.tensor([[1, 2, 3]])}
     assert reasons(unique, max_new_tokens=3) == {"nothing_found": 1, "length_limit": 1}

@@ -1,12 +1,10 @@
-"""`hf-specdec batch`: a file of requests to a file of results, in one process and in several."""
+"""`hf-specdec batch` in one process: a file of requests to a file of results. `test_integrations.py` has two ranks."""
 
 from __future__ import annotations
 
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,7 +14,6 @@ from typer.testing import CliRunner
 from hf_specdec import cli
 from hf_specdec.many.files import Output
 from tests.helpers.levels import full
-from tests.helpers.paths import ROOT
 
 
 LENGTH = 10
@@ -136,24 +133,6 @@ def test_names_and_texts_that_are_odd(files):
     assert CliRunner().invoke(cli.app, options(source, target.with_name("out[1].jsonl"))).exit_code in (0, 1)
     first = entries(target.with_name("out[1].jsonl"))[0]
     assert (first["id"], first["error"]) == ("\ud800", None)
-
-
-@full
-def test_processes_share_the_requests(files):
-    source, target = files
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
-    launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [sys.executable, "-m", *launcher, "-m", "hf_specdec", *options(source, target), "--json"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report = json.loads(done.stdout)
-    assert report["num_processes"] == 2
-    assert report["num_accepted_tokens"] > 0
-    alone = target.with_name("alone.jsonl")
-    invoke(source, alone)
-    # Sampled texts, too, whose random numbers are named after the request.
-    assert tokens_of(target) == tokens_of(alone)
-    assert [entry.get("id") for entry in entries(target)] == [entry.get("id") for entry in entries(alone)]
 
 
 def share_of(rank: int, size: int, files, monkeypatch, names=("RANK", "WORLD_SIZE")) -> None:

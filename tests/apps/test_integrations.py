@@ -10,8 +10,9 @@ import sys
 import numpy as np
 import pytest
 import torch
+from typer.testing import CliRunner
 
-from hf_specdec import SpecConfigError, demo
+from hf_specdec import SpecConfigError, cli, demo
 from hf_specdec.integrations.ray import HFSpecProcessorConfig, SpecGenerate, build_processor
 from hf_specdec.loaded import record_of
 from hf_specdec.many.batching import generate_batch
@@ -246,27 +247,35 @@ def speculation(method, **settings):
 
 
 TREE = {"draft_tree_top_k": 4, "num_draft_nodes": 15, "draft_tree_depth": 4}
-GREEDY = {method: speculation(method) for method in (*CHECKPOINTS, "ngram", "suffix")}
+GREEDY = {method: speculation(method) for method in ("draft_model", "eagle3", "medusa", "mtp", "ngram")}
 # Decided by the clock: how long drafts are, how large their trees, and who drafts.
 BY_THE_CLOCK = {
     "suffix+eagle3": speculation("suffix+eagle3"),
     "eagle3, auto": speculation("eagle3", num_speculative_tokens="auto", **TREE),
     "draft_model, auto": speculation("draft_model", num_speculative_tokens="auto"),
-    "ngram, auto": speculation("ngram", num_speculative_tokens="auto"),
 }
 SAMPLED_CALLS = {
-    "ngram, sampled": {**speculation("ngram"), "do_sample": True},
     "eagle3, sampled": {**speculation("eagle3", draft_sample_method="probabilistic"), "do_sample": True},
     "draft_model, sampled": {**speculation("draft_model"), "do_sample": True},
 }
 
 
+REQUESTS = [
+    "def read(path):",
+    {"prompt": "import os\nimport ", "max_new_tokens": 5, "id": "second"},
+    {"text": "class Reader:\n", "do_sample": True, "id": 4},
+    "for line in file:\n    for line in ",
+]
+
+
 @full
-def test_ranks_write_the_text_of_one_process():
+def test_ranks_write_the_text_of_one_process(tmp_path):
     inputs = prompts(2, length=20, padding=False)
     arguments = {"prompts": inputs["input_ids"].tolist(), "calls": {**GREEDY, **BY_THE_CLOCK, **SAMPLED_CALLS}}
     lengths = (4, 12)
-    arguments |= {"max_new_tokens": 14, "synced_lengths": lengths}
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, REQUESTS)))
+    batch = ["batch", "demo", str(tmp_path / "in.jsonl"), "-n", "10", "-d", "ngram", "--json", "-o"]
+    arguments |= {"max_new_tokens": 14, "synced_lengths": lengths, "command": [*batch, str(tmp_path / "ranks.jsonl")]}
     paths = [demo.target_path(), demo.drafter_path("draft_model")]
     # As a module: the folder of a script is searched for modules, and it has names of Python's own.
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.helpers.two_ranks"]
@@ -276,6 +285,15 @@ def test_ranks_write_the_text_of_one_process():
     assert done.returncode == 0, done.stderr[-4000:]
     line = next(line for line in done.stdout.splitlines() if line.startswith("RESULT "))
     results = json.loads(line.removeprefix("RESULT "))
+
+    # Each has answered its share of a file of requests, also sampled ones: random numbers are named after the request.
+    report = results.pop("command")
+    assert (report["num_processes"], report["num_accepted_tokens"] > 0) == (2, True)
+    assert CliRunner().invoke(cli.app, [*batch, str(tmp_path / "alone.jsonl")]).exit_code == 0
+    files = [(tmp_path / f"{name}.jsonl").read_text().splitlines() for name in ("ranks", "alone")]
+    together, alone = ([(entry.get("id"), entry["tokens"]) for entry in map(json.loads, lines)] for lines in files)
+    assert together == alone
+    assert len(alone) == len(REQUESTS)
 
     # Ranks that wait for each other do the same number of forwards, for texts of different lengths.
     (forwards, first), (others, second) = results.pop("synced")

@@ -1,6 +1,7 @@
 """Run by torchrun on two ranks, which decode speculatively; rank 0 prints what they wrote.
 
-Once with one model in two halves, and once with a model and a text of its own for each rank.
+Once with one model in two halves, once with a model and a text of its own for each rank, and once with the command for
+files of requests.
 """
 
 import itertools
@@ -11,8 +12,10 @@ import sys
 
 import torch
 from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
+from hf_specdec import cli
 from hf_specdec.control import clock
 
 
@@ -77,7 +80,10 @@ decode("assistant", assistant=draft, num_speculative_tokens=3)
 parallel = {"method": "draft_model", "num_speculative_tokens": 3}
 decode("parallel_assistant", assistant=parallel_draft, speculative=parallel)
 decode_in_sync()
+answered = CliRunner().invoke(cli.app, arguments["command"])
+assert answered.exit_code == 0, answered.output
 if rank == 0:
+    results["command"] = json.loads(answered.stdout)
     sys.stdout.write("RESULT " + json.dumps(results) + "\n")
 sys.stdout.flush()
 torch.distributed.barrier()

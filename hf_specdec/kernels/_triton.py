@@ -76,10 +76,7 @@ def use_triton(*tensors: torch.Tensor | None) -> bool:
 
 
 def fuses(stream: torch.Tensor) -> bool:
-    """Decides whether operations of layers over a stream run as kernels: where `use_triton` says so.
-
-    Kernels have no gradients, and under autocast the tensors of a layer differ in their dtypes.
-    """
+    """Decides whether operations of layers over a stream run as kernels, which have no gradients and no autocast."""
     if torch.is_grad_enabled() or stream.dtype not in FUSED_DTYPES or not use_triton(stream):
         return False
     return not torch.is_autocast_enabled(stream.device.type)
@@ -88,9 +85,13 @@ def fuses(stream: torch.Tensor) -> bool:
 FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def needs_upcast(*tensors: torch.Tensor | None) -> bool:
-    """Tells whether a kernel must cast what it loads to float32 before any arithmetic.
+# As kernels read it.
+_INTERPRETED = tl.constexpr(IS_INTERPRETED) if HAS_TRITON else None
 
-    Triton's interpreter adds, multiplies and compares the raw bits of bfloat16.
-    """
-    return IS_INTERPRETED and any(tensor is not None and tensor.dtype == torch.bfloat16 for tensor in tensors)
+
+@triton.jit
+def computable(numbers):
+    """Loaded numbers as kernels compute with them: Triton's interpreter would multiply the raw bits of bfloat16."""
+    if _INTERPRETED:
+        numbers = numbers.to(tl.float32)
+    return numbers

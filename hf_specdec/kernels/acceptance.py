@@ -37,6 +37,7 @@ import torch.nn.functional as F
 from ..drafts import DraftTree
 from ._triton import tl, triton, use_triton
 from .indexing import arange, distributions_at, nowhere, pick
+from .launching import arrivals, ends_last
 from .sampling import BLOCK_SIZE, BLOCKS_PER_PROGRAM, find_block, first_above, sample_from_probs, sample_torch
 
 
@@ -272,19 +273,13 @@ def _follow_kernel(
     tl.store(committed_ptr + row * (N + 1) + index, committed, mask=index <= N)
 
 
-def _follow_triton(draft: DraftTree, node_tokens: torch.LongTensor) -> Acceptance:
+def _follow_triton(draft, node_tokens) -> Acceptance:
     acceptance = _empty_acceptance(node_tokens)
     with torch.cuda.device_of(node_tokens):
         _follow_kernel[(draft.batch_size,)](
-            *_tree_tensors(draft),
-            node_tokens.contiguous(),
-            acceptance.num_accepted,
-            acceptance.path,
-            acceptance.tokens,
-            *_tree_sizes(draft),
-            BLOCK_T=triton.next_power_of_2(draft.size + 1),
-            num_warps=1,
-        )
+            *_tree_tensors(draft), node_tokens.contiguous(), acceptance.num_accepted, acceptance.path,
+            acceptance.tokens, *_tree_sizes(draft), BLOCK_T=triton.next_power_of_2(draft.size + 1), num_warps=1,
+        )  # fmt: skip
     return acceptance
 
 
@@ -292,11 +287,9 @@ def _follow_triton(draft: DraftTree, node_tokens: torch.LongTensor) -> Acceptanc
 def _residual(
     target_ptr,  # [V]
     draft_ptr,  # [V], unread where scale is 0
-    scale,
-    ids,
-    V,
+    scale, ids, V,
     DTYPE: tl.constexpr,
-):
+):  # fmt: skip
     """max(p - scale q, 0) at some ids, and q there; NaN stays NaN."""
     target = tl.load(target_ptr + ids, mask=ids < V, other=0.0).to(DTYPE)
     num_drafted = tl.where(scale > 0, V, 0)
@@ -318,12 +311,9 @@ def _judge_kernel(
     first_child_ptr,  # [B, T], written: the draft node whose q belongs to the children
     scale_ptr,  # [B, T], written: c of the distribution p_k that is left
     stride_parents,
-    N,
-    V,
-    DTYPE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-):
+    N, V,
+    DTYPE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     node = tl.program_id(1)
     index = tl.arange(0, BLOCK_N)
@@ -379,41 +369,6 @@ def _judge_kernel(
 
 
 @triton.jit
-def _residual_sums_kernel(
-    draft_probs_ptr,  # [B, N, V]
-    target_probs_ptr,  # [B, T, V]
-    next_node_ptr,  # [B, T]
-    first_child_ptr,  # [B, T]
-    scale_ptr,  # [B, T]
-    sums_ptr,  # [B, C], written
-    N,
-    V,
-    C,
-    BLOCKS: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    next_node_ptr += row * (N + 1)
-    last = 0
-    node = tl.load(next_node_ptr)
-    while node <= N:
-        last = node
-        node = tl.load(next_node_ptr + node)
-
-    place = row * (N + 1) + last
-    scale = tl.load(scale_ptr + place)
-    target_ptr = target_probs_ptr + place * V
-    draft_ptr = draft_probs_ptr + (row * N + tl.load(first_child_ptr + place)) * V
-    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
-    ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
-    # A checker takes what only a kernel may call for a function that raises.
-    residual, _ = _residual(  # pyright: ignore[reportGeneralTypeIssues]
-        target_ptr, draft_ptr, scale, ids, V, sums_ptr.dtype.element_ty
-    )
-    tl.store(sums_ptr + row * C + blocks, tl.sum(residual, axis=1), mask=blocks < C)
-
-
-@triton.jit
 def _commit_kernel(
     draft_tokens_ptr,  # [B, N]
     draft_probs_ptr,  # [B, N, V]
@@ -423,16 +378,15 @@ def _commit_kernel(
     first_child_ptr,  # [B, T]
     scale_ptr,  # [B, T]
     sums_ptr,  # [B, C]
+    arrivals_ptr,  # [B], programs that have ended
     num_accepted_ptr,  # [B], written
     path_ptr,  # [B, T], written
     committed_ptr,  # [B, T], written
-    N,
-    V,
-    C,
-    BLOCK_T: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+    N, V, C,
+    BLOCKS: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    # A program: a row, and some blocks of the vocabulary. All walk along the path, to where a token is drawn.
+    DTYPE: tl.constexpr = sums_ptr.dtype.element_ty
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_T)
     path = tl.zeros([BLOCK_T], tl.int32)
@@ -452,78 +406,46 @@ def _commit_kernel(
     scale = tl.load(scale_ptr + place)
     target_ptr = target_probs_ptr + place * V
     draft_ptr = draft_probs_ptr + (row * N + tl.load(first_child_ptr + place)) * V
-    uniform = tl.load(target_uniforms_ptr + place).to(tl.float64)
-    block, rest, has_law = find_block(sums_ptr + row * C, uniform, C, BLOCK_C)
-    ids = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
-    residual, _ = _residual(target_ptr, draft_ptr, scale, ids, V, sums_ptr.dtype.element_ty)
-    residual = residual.to(tl.float64)
-    choice = block * BLOCK_SIZE + first_above(residual, tl.cumsum(residual, axis=0), rest)
-    committed = tl.where(index == depth, tl.where(has_law, choice, -1), committed)
+    blocks = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
+    # A checker takes what only a kernel may call for a function that raises.
+    residual, _ = _residual(target_ptr, draft_ptr, scale, ids, V, DTYPE)  # pyright: ignore[reportGeneralTypeIssues]
+    tl.store(sums_ptr + row * C + blocks, tl.sum(residual, axis=1), mask=blocks < C)
+    if ends_last(arrivals_ptr + row, tl.num_programs(1)):
+        uniform = tl.load(target_uniforms_ptr + place).to(tl.float64)
+        block, rest, has_law = find_block(sums_ptr + row * C, uniform, C, BLOCK_C)
+        chosen = block * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)
+        inside, __ = _residual(target_ptr, draft_ptr, scale, chosen, V, DTYPE)
+        inside = inside.to(tl.float64)
+        choice = block * BLOCK_SIZE + first_above(inside, tl.cumsum(inside, axis=0), rest)
+        committed = tl.where(index == depth, tl.where(has_law, choice, -1), committed)
+        tl.store(num_accepted_ptr + row, depth)
+        tl.store(path_ptr + row * (N + 1) + index, path, mask=index <= N)
+        tl.store(committed_ptr + row * (N + 1) + index, committed, mask=index <= N)
 
-    tl.store(num_accepted_ptr + row, depth)
-    tl.store(path_ptr + row * (N + 1) + index, path, mask=index <= N)
-    tl.store(committed_ptr + row * (N + 1) + index, committed, mask=index <= N)
 
-
-def _reject_triton(
-    draft: DraftTree,
-    target_probs: torch.FloatTensor,
-    accept_uniforms: torch.FloatTensor,
-    target_uniforms: torch.FloatTensor,
-) -> Acceptance:
-    batch_size, num_nodes, vocab_size = target_probs.shape
+def _reject_triton(draft, target_probs, accept_uniforms, target_uniforms) -> Acceptance:
+    (rows, num_nodes, vocab_size), device = target_probs.shape, target_probs.device
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     precision = torch.promote_types(torch.promote_types(target_probs.dtype, draft.probs.dtype), torch.float32)
     acceptance = _empty_acceptance(target_uniforms)
-    next_node = torch.empty((batch_size, num_nodes), dtype=torch.int32, device=target_probs.device)
-    first_child = torch.empty_like(next_node)
+    next_node, first_child = torch.empty((2, rows, num_nodes), dtype=torch.int32, device=device)
     scale = torch.empty_like(next_node, dtype=torch.float64)
-    sums = target_probs.new_empty((batch_size, num_blocks), dtype=precision)
-
-    tree, sizes = _tree_tensors(draft), _tree_sizes(draft)
-    probs = draft.probs.contiguous(), target_probs.contiguous()
-    decisions = next_node, first_child, scale
+    sums = target_probs.new_empty((rows, num_blocks), dtype=precision)
+    probs, decisions = (draft.probs.contiguous(), target_probs.contiguous()), (next_node, first_child, scale)
     with torch.cuda.device_of(target_probs):
-        _judge_kernel[(batch_size, num_nodes)](
-            *tree,
-            *probs,
-            accept_uniforms.contiguous(),
-            *decisions,
-            *sizes,
-            vocab_size,
+        _judge_kernel[(rows, num_nodes)](
+            *_tree_tensors(draft), *probs, accept_uniforms.contiguous(), *decisions, *_tree_sizes(draft), vocab_size,
             DTYPE=tl.float64 if precision == torch.float64 else tl.float32,
             BLOCK_N=triton.next_power_of_2(draft.size),
-            BLOCK_V=min(IDS_PER_STEP, triton.next_power_of_2(vocab_size)),
-            num_warps=8,
-        )
-        _residual_sums_kernel[batch_size, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)](
-            *probs,
-            *decisions,
-            sums,
-            draft.size,
-            vocab_size,
-            num_blocks,
-            BLOCKS=BLOCKS_PER_PROGRAM,
-            BLOCK_SIZE=BLOCK_SIZE,
-            num_warps=4,
-        )
-        _commit_kernel[(batch_size,)](
-            tree[0],
-            *probs,
-            target_uniforms.contiguous(),
-            *decisions,
-            sums,
-            acceptance.num_accepted,
-            acceptance.path,
-            acceptance.tokens,
-            draft.size,
-            vocab_size,
-            num_blocks,
-            BLOCK_T=triton.next_power_of_2(num_nodes),
-            BLOCK_C=triton.next_power_of_2(num_blocks),
-            BLOCK_SIZE=BLOCK_SIZE,
-            num_warps=4,
-        )
+            BLOCK_V=min(IDS_PER_STEP, triton.next_power_of_2(vocab_size)), num_warps=8,
+        )  # fmt: skip
+        _commit_kernel[rows, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)](
+            draft.tokens.contiguous(), *probs, target_uniforms.contiguous(), *decisions, sums, arrivals(rows, device),
+            acceptance.num_accepted, acceptance.path, acceptance.tokens, draft.size, vocab_size, num_blocks,
+            BLOCKS=BLOCKS_PER_PROGRAM, BLOCK_T=triton.next_power_of_2(num_nodes),
+            BLOCK_C=triton.next_power_of_2(num_blocks), BLOCK_SIZE=BLOCK_SIZE, num_warps=4,
+        )  # fmt: skip
     return acceptance
 
 

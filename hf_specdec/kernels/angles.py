@@ -22,14 +22,6 @@ def signed_angles(
     return cosine[..., None, :], torch.cat((-sine[..., :half], sine[..., half:]), dim=-1)[..., None, :]
 
 
-def rotary_angles_torch(
-    positions: torch.LongTensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype, is_interleaved: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    turns = positions[..., None].float() * frequencies.float()
-    cosine, sine = (torch.cat((part, part), dim=-1) * factor for part in (turns.cos(), turns.sin()))
-    return signed_angles(cosine.to(dtype), sine.to(dtype), is_interleaved)
-
-
 def rotary_angles_triton(
     positions: torch.LongTensor, frequencies: torch.Tensor, factor: float, dtype: torch.dtype, is_interleaved: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -52,14 +44,10 @@ def _angles_kernel(
     frequencies_ptr,  # [HALF]
     cosine_ptr,  # [R, T, 2 HALF]
     sine_ptr,  # [R, T, 2 HALF]
-    stride_r,
-    stride_t,
+    stride_r, stride_t,
     factor,
-    HALF: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-):
+    HALF: tl.constexpr, BLOCK: tl.constexpr, IS_INTERLEAVED: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
     # A program: a token.
     begin_early(IS_EARLY)
     token, row = tl.program_id(0), tl.program_id(1)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from ._triton import FUSED_DTYPES, tl, triton, use_triton
-from .launching import MOST_PARTS, arrivals, as_lines, parts_of_lines
+from .launching import MOST_PARTS, arrivals, as_lines, ends_last, parts_of_lines
 
 
 # Scores that a program reads at a time, and how often at least.
@@ -91,15 +91,12 @@ def _best_kernel(
     scores_ptr,  # [R, V]
     highest_ptr,  # [R, S]
     places_ptr,  # [R, S]
-    arrivals_ptr,  # [R], parts that have ended, 0 before and after the launch
+    arrivals_ptr,  # [R], parts that have ended
     output_ptr,  # [R]
     stride,
-    vocab_size,
-    part,
-    num_splits,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    vocab_size, part, num_splits,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     # A program: a row, and one part of the vocabulary.
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -118,14 +115,9 @@ def _best_kernel(
     highest = tl.max(best, axis=0)
     tl.store(highest_ptr + row * num_splits + split, highest)
     tl.store(places_ptr + row * num_splits + split, tl.min(tl.where(best == highest, best_token, vocab_size), axis=0))
-    # All threads have written before one of them says so.
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals_ptr + row, 1) == num_splits - 1:
-        # For the next launch.
-        tl.store(arrivals_ptr + row, 0)
+    if ends_last(arrivals_ptr + row, num_splits):
         splits = row * num_splits + tl.arange(0, SPLITS)
         is_split = tl.arange(0, SPLITS) < num_splits
-        # From the cache that all processors share: this one's own knows nothing of what others have written.
         found = tl.load(highest_ptr + splits, mask=is_split, other=float("-inf"), cache_modifier=".cg")
         tokens = tl.load(places_ptr + splits, mask=is_split, other=vocab_size, cache_modifier=".cg")
         token = tl.min(tl.where(found == tl.max(found, axis=0), tokens, vocab_size), axis=0)
@@ -151,17 +143,13 @@ def _ranked_kernel(
     parts_ptr,  # [R, S, K], best logits of each part
     places_ptr,  # [R, S, K], their tokens
     masses_ptr,  # [R, S], logarithm of the sum of the weights of each part
-    arrivals_ptr,  # [R], parts that have ended, 0 before and after the launch
+    arrivals_ptr,  # [R], parts that have ended
     values_ptr,  # [R, K]
     tokens_ptr,  # [R, K]
     stride,
-    vocab_size,
-    num_splits,
-    COUNT: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    vocab_size, num_splits,
+    COUNT: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     # A program: a row, and one part of the vocabulary.
     row = tl.program_id(0)
     split = tl.program_id(1)
@@ -179,42 +167,20 @@ def _ranked_kernel(
         best, place, is_left = _next_best(logits, token, is_left, vocab_size)
         tl.store(parts_ptr + part * COUNT + rank, best)
         tl.store(places_ptr + part * COUNT + rank, place)
-    # All threads have written before one of them says so.
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals_ptr + row, 1) == num_splits - 1:
-        # For the next launch.
-        tl.store(arrivals_ptr + row, 0)
+    if ends_last(arrivals_ptr + row, num_splits):
         _merge_ranks(
-            parts_ptr,
-            places_ptr,
-            masses_ptr,
-            values_ptr,
-            tokens_ptr,
-            row,
-            vocab_size,
-            num_splits,
-            COUNT,
-            SPLITS,
-            BLOCK_C,
-        )
+            row, parts_ptr, places_ptr, masses_ptr, values_ptr, tokens_ptr, vocab_size, num_splits,
+            COUNT, SPLITS, BLOCK_C,
+        )  # fmt: skip
 
 
 @triton.jit
 def _merge_ranks(
-    parts_ptr,  # [R, S, K]
-    places_ptr,  # [R, S, K]
-    masses_ptr,  # [R, S]
-    values_ptr,  # [R, K]
-    tokens_ptr,  # [R, K]
-    row,
-    vocab_size,
-    num_splits,
-    COUNT: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
+    row, parts_ptr, places_ptr, masses_ptr, values_ptr, tokens_ptr, vocab_size, num_splits,
+    COUNT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """Ranks the best tokens of all parts of a row."""
     splits, ranks = tl.arange(0, SPLITS), tl.arange(0, BLOCK_C)
-    # From the cache that all processors share: this one's own knows nothing of what others have written.
     masses = tl.load(
         masses_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"), cache_modifier=".cg"
     )

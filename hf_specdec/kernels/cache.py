@@ -73,16 +73,10 @@ def _write_torch(buffers, states, plan):
 def _write_block(
     buffer_ptr,  # [H, C, D], of the row
     states_ptr,  # [H, T, D], of the row
-    states_stride_h,
-    states_stride_t,
-    head,
-    start,
-    nodes,
-    num_nodes,
-    capacity,
-    SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-):
+    states_stride_h, states_stride_t,
+    head, start, nodes, num_nodes, capacity,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
     place = tl.arange(0, BLOCK_D)
     mask = (nodes[:, None] < num_nodes) & (place[None, :] < SIZE)
     read = states_ptr + head * states_stride_h + nodes[:, None] * states_stride_t + place[None, :]
@@ -94,25 +88,14 @@ def _write_block(
 def _write_kernel(
     first_ptr,  # [B, H, C, D]
     first_states_ptr,  # [R, H, T, D]
-    second_ptr,  # [B, H, C, V], untouched if not HAS_SECOND
+    second_ptr,  # [B, H, C, V], or None
     second_states_ptr,  # [R, H, T, V]
     starts_ptr,  # [R]
-    first_stride_b,
-    first_stride_h,
-    first_stride_t,
-    second_stride_b,
-    second_stride_h,
-    second_stride_t,
-    num_nodes,
-    capacity,
-    HEADS: tl.constexpr,
-    FIRST_SIZE: tl.constexpr,
-    SECOND_SIZE: tl.constexpr,
-    FIRST_BLOCK: tl.constexpr,
-    SECOND_BLOCK: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    HAS_SECOND: tl.constexpr,
-):
+    first_stride_b, first_stride_h, first_stride_t, second_stride_b, second_stride_h, second_stride_t,
+    num_nodes, capacity,
+    HEADS: tl.constexpr, FIRST_SIZE: tl.constexpr, SECOND_SIZE: tl.constexpr, FIRST_BLOCK: tl.constexpr,
+    SECOND_BLOCK: tl.constexpr, BLOCK_T: tl.constexpr,
+):  # fmt: skip
     # A program: one row and head, a block of its new slots.
     row = (tl.program_id(0) // HEADS).to(tl.int64)
     head = (tl.program_id(0) % HEADS).to(tl.int64)
@@ -122,7 +105,7 @@ def _write_kernel(
         first_ptr + row * HEADS * capacity * FIRST_SIZE, first_states_ptr + row * first_stride_b,
         first_stride_h, first_stride_t, head, start, nodes, num_nodes, capacity, FIRST_SIZE, FIRST_BLOCK,
     )  # fmt: skip
-    if HAS_SECOND:
+    if second_ptr is not None:
         _write_block(
             second_ptr + row * HEADS * capacity * SECOND_SIZE, second_states_ptr + row * second_stride_b,
             second_stride_h, second_stride_t, head, start, nodes, num_nodes, capacity, SECOND_SIZE, SECOND_BLOCK,
@@ -136,11 +119,11 @@ def _write_triton(buffers, states, plan):
     block_t = min(16, triton.next_power_of_2(nodes))
     with torch.cuda.device_of(first):
         _write_kernel[(rows * heads, triton.cdiv(nodes, block_t))](
-            buffers[0], first, buffers[-1], second, plan.starts(first.device),
+            buffers[0], first, buffers[1] if len(states) == 2 else None, second, plan.starts(first.device),
             *first.stride()[:3], *second.stride()[:3], nodes, buffers[0].shape[2],
             HEADS=heads, FIRST_SIZE=size, SECOND_SIZE=second.shape[-1],
             FIRST_BLOCK=triton.next_power_of_2(size), SECOND_BLOCK=triton.next_power_of_2(second.shape[-1]),
-            BLOCK_T=block_t, HAS_SECOND=len(states) == 2, num_warps=4,
+            BLOCK_T=block_t, num_warps=4,
         )  # fmt: skip
 
 
@@ -172,14 +155,9 @@ def _move_kernel(
     buffers_ptr,  # [buffers], addresses of [B, H, C, D]
     starts_ptr,  # [R]
     path_ptr,  # [R, M]
-    num_steps,
-    capacity,
-    HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    num_steps, capacity,
+    HEADS: tl.constexpr, SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     # A program: one buffer, row and head, a block of its head size.
     buffer_ptr = tl.load(buffers_ptr + tl.program_id(0)).to(tl.pointer_type(DTYPE))
     # Whatever torch allocates begins at a multiple of more than that.

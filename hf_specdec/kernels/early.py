@@ -17,10 +17,7 @@ LAUNCHES_EARLY = is_switched_on("EARLY_LAUNCH", default=False)
 
 
 def launches_early(tensor: torch.Tensor) -> bool:
-    """Decides whether kernels over a tensor begin before the kernel in front of them has ended.
-
-    The environment variable `HF_SPECDEC_EARLY_LAUNCH=1` asks for it.
-    """
+    """Tells whether kernels over a tensor begin early: where `HF_SPECDEC_EARLY_LAUNCH=1` asks for it."""
     is_known = LAUNCHES_EARLY and tensor.is_cuda and torch.version.hip is None
     return is_known and torch.cuda.get_device_capability(tensor.device) >= (9, 0)
 
@@ -32,10 +29,7 @@ def early_launch(tensor: torch.Tensor) -> dict[str, bool]:
 
 @triton.jit
 def wait_for_previous(IS_EARLY: tl.constexpr):
-    """Waits for the kernels in front (programmatic dependent launch of CUDA).
-
-    Each kernel waits, so that whoever comes after it finds all of them ended.
-    """
+    """Waits for the kernels in front: every kernel does, so that whoever comes after it finds all of them ended."""
     if IS_EARLY:
         tl.extra.cuda.gdc_wait()
 

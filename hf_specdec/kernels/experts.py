@@ -15,10 +15,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
-from ._triton import needs_upcast, tl, triton
-from .gates import SILU, activated, gated_torch
+from ._triton import computable, tl, triton
+from .gates import SILU, activated
 
 
 # Tokens above which products are bound by arithmetic, so that libraries are faster.
@@ -38,25 +37,6 @@ class Shared(NamedTuple):
 
     output: torch.Tensor  # (M, H): of the expert, before the gate
     gate: torch.Tensor  # (1, H): g, the weights of the gate
-
-
-def mixture_torch(
-    hidden: torch.Tensor,
-    logits: torch.Tensor,
-    gate_up: torch.Tensor,
-    down: torch.Tensor,
-    routing: Routing,
-    kind: str = SILU,
-    shared: Shared | None = None,
-) -> torch.Tensor:
-    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(routing.top_k, dim=-1)
-    if routing.normalizes:
-        weights = weights / weights.sum(-1, keepdim=True)
-    weights = weights.to(logits.dtype) if routing.rounds else weights
-    gate, up = torch.einsum("mh,mknh->mkn", hidden, gate_up[experts]).chunk(2, dim=-1)
-    products = torch.einsum("mkn,mkhn->mkh", gated_torch(gate, up, kind), down[experts])
-    output = (products * weights[..., None]).sum(1).to(hidden.dtype)
-    return output if shared is None else output + F.linear(hidden, shared.gate).sigmoid() * shared.output
 
 
 def mixture_triton(
@@ -87,7 +67,7 @@ def mixture_triton(
     # Tiles as high as the tokens are many: none has more pairs with one expert.
     rows = min(max(triton.next_power_of_2(num_tokens), 16), 64)
     tile = {"BLOCK_ROWS": rows, "BLOCK_COLUMNS": 64, "BLOCK_DEPTH": 32 if hidden.dtype == torch.float32 else 64}
-    tile |= {"UPCAST": needs_upcast(hidden), "num_warps": 4, "num_stages": 2 if torch.version.hip else 3}
+    tile |= {"num_warps": 4, "num_stages": 2 if torch.version.hip else 3}
     block = min(1024, triton.next_power_of_2(size))
     with torch.cuda.device_of(hidden):
         _route_kernel[(num_tokens,)](
@@ -100,15 +80,15 @@ def mixture_triton(
         )
         _products_kernel[(triton.cdiv(inner, 64), num_experts)](
             hidden, gate_up, pairs, counts, active, num_pairs,
-            DEPTH=size, WIDTH=inner, PAIRS_OF_ROW=top_k, IS_GATED=True, IS_SILU=kind == SILU, **tile,
+            DEPTH=size, WIDTH=inner, PAIRS_OF_ROW=top_k, KIND=kind, **tile,
         )  # fmt: skip
         _products_kernel[(triton.cdiv(size, 64), num_experts)](
             active, down, pairs, counts, products, num_pairs,
-            DEPTH=inner, WIDTH=size, PAIRS_OF_ROW=1, IS_GATED=False, IS_SILU=False, **tile,
+            DEPTH=inner, WIDTH=size, PAIRS_OF_ROW=1, KIND=None, **tile,
         )  # fmt: skip
         _sum_kernel[(num_tokens, triton.cdiv(size, block))](
             products, weights, *added, output,
-            SIZE=size, TOP_K=top_k, BLOCK=block, HAS_SHARED=shared is not None, num_warps=4,
+            SIZE=size, TOP_K=top_k, BLOCK=block, num_warps=4,
         )  # fmt: skip
     return output
 
@@ -119,11 +99,8 @@ def _route_kernel(
     experts_ptr,  # [M, k], written
     weights_ptr,  # [M, k], written
     E,
-    TOP_K: tl.constexpr,
-    NORMALIZES: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    TOP_K: tl.constexpr, NORMALIZES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     # A program: a token.
     token = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_E)
@@ -169,29 +146,23 @@ def _group_kernel(
 @triton.jit
 def _products_kernel(
     inputs_ptr,  # [M, DEPTH], or [S, DEPTH]
-    weights_ptr,  # [E, WIDTH, DEPTH]; if it is gated [E, 2 WIDTH, DEPTH]
+    weights_ptr,  # [E, WIDTH, DEPTH]; with a gate [E, 2 WIDTH, DEPTH]
     pairs_ptr,  # [E, S]
     counts_ptr,  # [E]
     outputs_ptr,  # [S, WIDTH], written
     S,
-    DEPTH: tl.constexpr,
-    WIDTH: tl.constexpr,
-    PAIRS_OF_ROW: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_SILU: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_COLUMNS: tl.constexpr,
-    BLOCK_DEPTH: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    DEPTH: tl.constexpr, WIDTH: tl.constexpr, PAIRS_OF_ROW: tl.constexpr,
+    KIND: tl.constexpr,  # of the gate's activation, or None
+    BLOCK_ROWS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr, BLOCK_DEPTH: tl.constexpr,
+):  # fmt: skip
     # A program: some columns of an expert, for all of its pairs.
     DTYPE: tl.constexpr = outputs_ptr.dtype.element_ty
     expert = tl.program_id(1).to(tl.int64)
     column = tl.program_id(0) * BLOCK_COLUMNS + tl.arange(0, BLOCK_COLUMNS)
     is_column = column < WIDTH
     count = tl.load(counts_ptr + expert)
-    num_matrices: tl.constexpr = 2 if IS_GATED else 1
-    weights_ptr += expert * num_matrices * WIDTH * DEPTH
+    IS_GATED: tl.constexpr = KIND is not None
+    weights_ptr += expert * (2 if IS_GATED else 1) * WIDTH * DEPTH
     of_column = column.to(tl.int64)[None, :] * DEPTH
     for start in range(0, count, BLOCK_ROWS):
         place = start + tl.arange(0, BLOCK_ROWS)
@@ -206,17 +177,14 @@ def _products_kernel(
             states = tl.load(inputs_ptr + of_row + inner[None, :], mask=is_row[:, None] & is_inner[None, :], other=0.0)
             is_weight = is_inner[:, None] & is_column[None, :]
             weights = tl.load(weights_ptr + of_column + inner[:, None], mask=is_weight, other=0.0)
-            if UPCAST:
-                states, weights = states.to(tl.float32), weights.to(tl.float32)
-            sums += tl.dot(states, weights, input_precision="ieee")
+            states = computable(states)
+            sums += tl.dot(states, computable(weights), input_precision="ieee")
             if IS_GATED:
                 halves = tl.load(weights_ptr + WIDTH * DEPTH + of_column + inner[:, None], mask=is_weight, other=0.0)
-                if UPCAST:
-                    halves = halves.to(tl.float32)
-                others += tl.dot(states, halves, input_precision="ieee")
+                others += tl.dot(states, computable(halves), input_precision="ieee")
         result = sums.to(DTYPE)
         if IS_GATED:
-            active = activated(result.to(tl.float32), IS_SILU).to(DTYPE).to(tl.float32)
+            active = activated(result.to(tl.float32), KIND).to(DTYPE).to(tl.float32)
             result = (active * others.to(DTYPE).to(tl.float32)).to(DTYPE)
         tl.store(
             outputs_ptr + pair[:, None] * WIDTH + column[None, :], result, mask=is_row[:, None] & is_column[None, :]
@@ -227,14 +195,13 @@ def _products_kernel(
 def _sum_kernel(
     products_ptr,  # [M, k, H]
     weights_ptr,  # [M, k]
-    hidden_ptr,  # [M, H], unread if not HAS_SHARED, like the next two
+    hidden_ptr,  # [M, H], or None without a shared expert, like the next two
     shared_ptr,  # [M, H]
     gate_ptr,  # [H]
     output_ptr,  # [M, H], written
     SIZE: tl.constexpr,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
-    HAS_SHARED: tl.constexpr,
 ):
     # A program: a block of a token.
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
@@ -248,7 +215,7 @@ def _sum_kernel(
         if weights_ptr.dtype.element_ty != tl.float32:
             weighted = weighted.to(DTYPE).to(tl.float32)
         total += weighted
-    if HAS_SHARED:
+    if shared_ptr is not None:
         terms = tl.zeros([BLOCK], tl.float32)
         for start in range(0, SIZE, BLOCK):
             index = start + tl.arange(0, BLOCK)

@@ -10,10 +10,12 @@ Shapes: R rows, I inputs, O outputs.
 
 from __future__ import annotations
 
+import ctypes
 import os
 from array import array
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -21,7 +23,6 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..threads import Lock
-from ._openmp import run_in_parallel, threads_of_torch
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -97,13 +98,8 @@ def takes(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor |
     return True
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """`x W^T + b` of shape `(..., O)`, in the dtype of the weights; the arguments are those of `takes`."""
-    return linears(x, [(weight, bias)])
-
-
 def linears(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
-    """Products `(..., sum of all O)` with several matrices of one dtype, side by side; all are as for `takes`."""
+    """Products `(..., sum of all O)` with matrices of one dtype, side by side; the arguments are those of `takes`."""
     first = matrices[0][0]
     inputs, size = first.shape[1], first.element_size()
     rows = x.numel() // inputs
@@ -121,5 +117,25 @@ def linears(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor
         parts += (weight.data_ptr(), given.data_ptr(), written, weight.stride(0), bias is not None, outputs, chunks)
         written += outputs * size
     job = array("q", (read.data_ptr(), rows, inputs, result.shape[-1], chunk, chunks, 0, *parts))
-    run_in_parallel(kernel, job.buffer_info()[0], min(threads_of_torch(), chunks))
+    parallel, num_threads = _parallel_region(), min(torch.get_num_threads(), chunks)
+    if parallel is None or num_threads == 1:
+        kernel(job.buffer_info()[0])
+    else:
+        parallel(kernel, job.buffer_info()[0], num_threads, 0)
     return result
+
+
+@cache
+def _parallel_region() -> Any | None:
+    """OpenMP's entry to torch's own threads, with which a second pool would compete; `None` where it has no such."""
+    folder = Path(torch.__file__).parent
+    libraries = [*folder.glob("lib/lib*omp*.so*"), *folder.parent.glob("torch.libs/lib*omp*.so*")]
+    for library in libraries:
+        try:
+            parallel = ctypes.CDLL(str(library)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        parallel.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+        parallel.restype = None
+        return parallel
+    return None

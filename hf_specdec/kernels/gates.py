@@ -6,7 +6,6 @@ Shapes: I width of each half; all others are rows.
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ._triton import tl, triton
 from .early import begin_early, early_launch
@@ -15,10 +14,6 @@ from .launching import as_lines
 
 # Activations that the kernel knows.
 SILU, GELU_TANH = "silu", "gelu_tanh"
-
-
-def gated_torch(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
-    return (F.silu(gate) if kind == SILU else F.gelu(gate, approximate="tanh")) * up
 
 
 def gated_triton(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tensor:
@@ -30,7 +25,7 @@ def gated_triton(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tenso
     with torch.cuda.device_of(gate):
         _gated_kernel[(len(halves[0]), triton.cdiv(size, block))](
             *halves, output, *(half.stride(0) for half in halves),
-            SIZE=size, BLOCK=block, IS_SILU=kind == SILU, num_warps=4, **early_launch(gate),
+            SIZE=size, BLOCK=block, KIND=kind, num_warps=4, **early_launch(gate),
         )  # fmt: skip
     return output
 
@@ -38,11 +33,11 @@ def gated_triton(gate: torch.Tensor, up: torch.Tensor, kind: str) -> torch.Tenso
 @triton.jit
 def activated(
     gate,  # float32
-    IS_SILU: tl.constexpr,
+    KIND: tl.constexpr,
 ):
     """The activation of a gate."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    if IS_SILU:
+    if KIND == "silu":
         slope = gate
     else:
         # (1 + tanh(z)) / 2 is the logistic function of 2 z.
@@ -55,19 +50,14 @@ def _gated_kernel(
     gate_ptr,  # [rows, I]
     up_ptr,  # [rows, I]
     output_ptr,  # [rows, I]
-    gate_stride,
-    up_stride,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    IS_SILU: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-):
+    gate_stride, up_stride,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, KIND: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
     # A program: a block of a row.
     begin_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = tl.load(gate_ptr + row * gate_stride + place, mask=place < SIZE, other=0.0).to(tl.float32)
     up = tl.load(up_ptr + row * up_stride + place, mask=place < SIZE, other=0.0).to(tl.float32)
-    active = activated(gate, IS_SILU)
-    active = active.to(output_ptr.dtype.element_ty).to(tl.float32)
+    active = activated(gate, KIND).to(output_ptr.dtype.element_ty).to(tl.float32)
     tl.store(output_ptr + row * SIZE + place, (active * up).to(output_ptr.dtype.element_ty), mask=place < SIZE)

@@ -57,7 +57,7 @@ def place_heads_triton(
     if cosine.stride() != sine.stride():
         cosine, sine = cosine.contiguous(), sine.contiguous()
     turned = query.new_empty((rows, query_heads, tokens, size))
-    query_norm, key_norm = norms or (Norm(query, 0.0),) * 2
+    query_norm, key_norm = norms or (Norm(None, 0.0),) * 2
     kv_heads, block_t = key.shape[2], min(4, triton.next_power_of_2(tokens))
     with torch.cuda.device_of(query):
         _place_kernel[(rows, triton.cdiv(tokens, block_t), query_heads + 2 * kv_heads)](
@@ -67,7 +67,7 @@ def place_heads_triton(
             query_norm.eps, key_norm.eps, tokens, slots.keys.shape[2],
             QUERY_HEADS=query_heads, KV_HEADS=kv_heads, SIZE=size, TURNED_SIZE=cosine.shape[-1],
             BLOCK_T=block_t, BLOCK_D=triton.next_power_of_2(size),
-            HAS_NORMS=norms is not None, OFFSET=query_norm.offset, ROUNDS_LAST=query_norm.rounds_last,
+            OFFSET=query_norm.offset, ROUNDS_LAST=query_norm.rounds_last,
             IS_INTERLEAVED=is_interleaved, num_warps=2, **early_launch(query),
         )  # fmt: skip
     return turned, slots.keys[:rows, :, seen], slots.values[:rows, :, seen]
@@ -80,36 +80,19 @@ def _place_kernel(
     value_ptr,  # [R, T, K, D]
     cosine_ptr,  # [R, T, A]
     sine_ptr,  # [R, T, A]
-    query_weight_ptr,  # [D], unread if not HAS_NORMS
-    key_weight_ptr,  # [D], unread if not HAS_NORMS
+    query_weight_ptr,  # [D], or None for no norms
+    key_weight_ptr,  # [D], likewise
     starts_ptr,  # [R]
     turned_ptr,  # [R, Q, T, D]
     keys_ptr,  # [B, K, C, D]
     values_ptr,  # [B, K, C, D]
-    query_stride_b,
-    query_stride_t,
-    key_stride_b,
-    key_stride_t,
-    value_stride_b,
-    value_stride_t,
-    angles_stride_b,
+    query_stride_b, query_stride_t, key_stride_b, key_stride_t, value_stride_b, value_stride_t, angles_stride_b,
     angles_stride_t,
-    query_eps,
-    key_eps,
-    num_tokens,
-    capacity,
-    QUERY_HEADS: tl.constexpr,
-    KV_HEADS: tl.constexpr,
-    SIZE: tl.constexpr,
-    TURNED_SIZE: tl.constexpr,
-    BLOCK_T: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROUNDS_LAST: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-):
+    query_eps, key_eps, num_tokens, capacity,
+    QUERY_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, SIZE: tl.constexpr, TURNED_SIZE: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_LAST: tl.constexpr,
+    IS_INTERLEAVED: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
     # A program: a block of tokens of one row, and one head of queries, keys or values.
     begin_early(IS_EARLY)
     row = tl.program_id(0).to(tl.int64)
@@ -123,7 +106,7 @@ def _place_kernel(
             query_ptr + row * query_stride_b + head * SIZE,
             query_stride_t, tokens, is_place, query_weight_ptr, query_eps, cosine_ptr, sine_ptr, angles,
             turned_ptr + ((row * QUERY_HEADS + head) * num_tokens) * SIZE,
-            SIZE, TURNED_SIZE, BLOCK_D, HAS_NORMS, OFFSET, ROUNDS_LAST, IS_INTERLEAVED,
+            SIZE, TURNED_SIZE, BLOCK_D, OFFSET, ROUNDS_LAST, IS_INTERLEAVED,
         )  # fmt: skip
     else:
         start = tl.load(starts_ptr + row)
@@ -133,7 +116,7 @@ def _place_kernel(
                 key_ptr + row * key_stride_b + kv_head * SIZE,
                 key_stride_t, tokens, is_place, key_weight_ptr, key_eps, cosine_ptr, sine_ptr, angles,
                 keys_ptr + ((row * KV_HEADS + kv_head) * capacity + start) * SIZE,
-                SIZE, TURNED_SIZE, BLOCK_D, HAS_NORMS, OFFSET, ROUNDS_LAST, IS_INTERLEAVED,
+                SIZE, TURNED_SIZE, BLOCK_D, OFFSET, ROUNDS_LAST, IS_INTERLEAVED,
             )  # fmt: skip
         else:
             kv_head = head - QUERY_HEADS - KV_HEADS
@@ -148,20 +131,13 @@ def _turn_block(
     stride,
     tokens,  # [N]
     is_place,  # [N, BLOCK_D]
-    weight_ptr,  # [D]
-    eps,
-    cosine_ptr,
-    sine_ptr,
+    weight_ptr,  # [D], or None for no norm
+    eps, cosine_ptr, sine_ptr,
     angles,  # [N, BLOCK_D], where the angles are
     written_ptr,  # [T, D], of the row and head
-    SIZE: tl.constexpr,
-    TURNED_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    HAS_NORMS: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROUNDS_LAST: tl.constexpr,
-    IS_INTERLEAVED: tl.constexpr,
-):
+    SIZE: tl.constexpr, TURNED_SIZE: tl.constexpr, BLOCK_D: tl.constexpr, OFFSET: tl.constexpr,
+    ROUNDS_LAST: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+):  # fmt: skip
     DTYPE: tl.constexpr = read_ptr.dtype.element_ty
     place = tl.arange(0, BLOCK_D)
     turns = place < TURNED_SIZE
@@ -173,7 +149,7 @@ def _turn_block(
     read_ptr += tokens[:, None] * stride
     own = tl.load(read_ptr + place[None, :], mask=is_place, other=0.0).to(tl.float32)
     other = tl.load(read_ptr + partner[None, :], mask=has_partner, other=0.0).to(tl.float32)
-    if HAS_NORMS:
+    if weight_ptr is not None:
         scale = 1 / tl.sqrt(tl.sum(own * own, axis=1) / SIZE + eps)
         weight = tl.load(weight_ptr + place, mask=place < SIZE, other=0.0).to(tl.float32) + OFFSET
         other_weight = tl.load(weight_ptr + partner, mask=turns, other=0.0).to(tl.float32) + OFFSET

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ..transfers import written_on_device
-from ._triton import triton
+from ._triton import tl, triton
 from .tiles import gpu_of
 
 
@@ -39,6 +39,24 @@ def arrivals(count: int, device: torch.device) -> torch.Tensor:
     The program that ends last adds up what the others have left, and sets its counter back.
     """
     return _zeros(triton.next_power_of_2(max(count, 1024)), device)
+
+
+@triton.jit
+def ends_last(
+    arrivals_ptr,  # a counter of [`arrivals`]
+    count,
+):
+    """Counts a program that has written its part; tells the last of so many, which may read those of the others.
+
+    It reads with `cache_modifier=".cg"`: the cache of its own processor knows nothing of what others have written.
+    """
+    # All threads have written before one of them says so.
+    tl.debug_barrier()
+    is_last = tl.atomic_add(arrivals_ptr, 1) == count - 1
+    if is_last:
+        # For the next launch.
+        tl.store(arrivals_ptr, 0)
+    return is_last
 
 
 @written_on_device

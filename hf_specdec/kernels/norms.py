@@ -54,9 +54,7 @@ class Scale(NamedTuple):
         return hidden * self.factor
 
 
-def add_norm_torch(
-    stream: torch.Tensor, update: torch.Tensor | None, update_norm: Norm | Scale | None, norm: Norm | None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def add_norm_torch(stream, update, update_norm, norm) -> tuple[torch.Tensor, torch.Tensor]:
     if update is not None:
         stream = stream + (update if update_norm is None else update_norm(update))
     return stream, stream if norm is None else norm(stream)
@@ -68,22 +66,20 @@ def add_norm_triton(
     """Adds an update, normed itself or not, to the stream, and norms the sum, on a GPU; returns the sum and that."""
     size = stream.shape[-1]
     rows = as_lines(stream)
-    updates = rows if update is None else as_lines(update)
+    updates = None if update is None else as_lines(update)
     total = stream if update is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
     normed = total if norm is None else torch.empty_like(rows, memory_format=torch.contiguous_format)
-    unread = Norm(rows, 0.0)
-    has_update_norm = isinstance(update_norm, Norm)
-    ours, others = norm or unread, update_norm if has_update_norm else unread
-    factor = update_norm.factor if isinstance(update_norm, Scale) else 1.0
+    unread = Norm(None, 0.0)
+    ours, others = norm or unread, update_norm if isinstance(update_norm, Norm) else unread
     block = triton.next_power_of_2(size)
     with torch.cuda.device_of(rows):
         _add_norm_kernel[(len(rows),)](
             rows, updates, others.weight, ours.weight, total, normed,
-            rows.stride(0), updates.stride(0), others.eps, ours.eps, factor,
+            rows.stride(0), 0 if updates is None else updates.stride(0),
+            None if others is unread else others.eps, None if norm is None else norm.eps,
+            update_norm.factor if isinstance(update_norm, Scale) else None,
             UPDATE_OFFSET=others.offset, UPDATE_ROUNDS_LAST=others.rounds_last, UPDATE_IS_CENTERED=others.is_centered,
             OFFSET=ours.offset, ROUNDS_LAST=ours.rounds_last, IS_CENTERED=ours.is_centered, SIZE=size, BLOCK=block,
-            HAS_UPDATE=update is not None, HAS_UPDATE_NORM=has_update_norm, HAS_FACTOR=factor != 1.0,
-            HAS_NORM=norm is not None,
             num_warps=min(max(block // 512, 1), 8), **early_launch(rows),
         )  # fmt: skip
     return total.view(stream.shape), normed.view(stream.shape)
@@ -94,13 +90,9 @@ def _normed(
     hidden,  # [BLOCK], float32
     weight_ptr,  # [H]
     eps,
-    OFFSET: tl.constexpr,
-    ROUNDS_LAST: tl.constexpr,
-    IS_CENTERED: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
+    OFFSET: tl.constexpr, ROUNDS_LAST: tl.constexpr, IS_CENTERED: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, DTYPE: tl.constexpr,
+):  # fmt: skip
     place = tl.arange(0, BLOCK)
     if IS_CENTERED:
         hidden = tl.where(place < SIZE, hidden - tl.sum(hidden, axis=0) / SIZE, 0.0)
@@ -116,30 +108,19 @@ def _normed(
 @triton.jit
 def _add_norm_kernel(
     stream_ptr,  # [rows, H]
-    update_ptr,  # [rows, H], unread if not HAS_UPDATE
-    update_weight_ptr,  # [H], unread if not HAS_UPDATE_NORM
-    weight_ptr,  # [H], unread if not HAS_NORM
-    sum_ptr,  # [rows, H], unwritten if not HAS_UPDATE
-    normed_ptr,  # [rows, H], unwritten if not HAS_NORM
-    stream_stride,
-    update_stride,
-    update_eps,
-    eps,
-    factor,
-    UPDATE_OFFSET: tl.constexpr,
-    UPDATE_ROUNDS_LAST: tl.constexpr,
-    UPDATE_IS_CENTERED: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROUNDS_LAST: tl.constexpr,
-    IS_CENTERED: tl.constexpr,
-    SIZE: tl.constexpr,
-    BLOCK: tl.constexpr,
-    HAS_UPDATE: tl.constexpr,
-    HAS_UPDATE_NORM: tl.constexpr,
-    HAS_FACTOR: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-):
+    update_ptr,  # [rows, H], or None
+    update_weight_ptr,  # [H], or None
+    weight_ptr,  # [H], or None
+    sum_ptr,  # [rows, H], unwritten without an update
+    normed_ptr,  # [rows, H], unwritten without a norm
+    stream_stride, update_stride,
+    update_eps,  # None: the update is not normed
+    eps,  # None: there is no norm
+    factor,  # of the update, or None
+    UPDATE_OFFSET: tl.constexpr, UPDATE_ROUNDS_LAST: tl.constexpr, UPDATE_IS_CENTERED: tl.constexpr,
+    OFFSET: tl.constexpr, ROUNDS_LAST: tl.constexpr, IS_CENTERED: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
     # A program: one row.
     begin_early(IS_EARLY)
     DTYPE: tl.constexpr = stream_ptr.dtype.element_ty
@@ -147,18 +128,18 @@ def _add_norm_kernel(
     place = tl.arange(0, BLOCK)
     is_place = place < SIZE
     total = tl.load(stream_ptr + row * stream_stride + place, mask=is_place, other=0.0).to(tl.float32)
-    if HAS_UPDATE:
+    if update_ptr is not None:
         update = tl.load(update_ptr + row * update_stride + place, mask=is_place, other=0.0).to(tl.float32)
-        if HAS_UPDATE_NORM:
+        if update_eps is not None:
             update = _normed(
                 update, update_weight_ptr, update_eps, UPDATE_OFFSET, UPDATE_ROUNDS_LAST, UPDATE_IS_CENTERED,
                 SIZE, BLOCK, DTYPE,
             ).to(tl.float32)  # fmt: skip
-        if HAS_FACTOR:
+        if factor is not None:
             update = (update * factor).to(DTYPE).to(tl.float32)
         rounded = (total + update).to(DTYPE)
         tl.store(sum_ptr + row * SIZE + place, rounded, mask=is_place)
         total = rounded.to(tl.float32)
-    if HAS_NORM:
+    if eps is not None:
         normed = _normed(total, weight_ptr, eps, OFFSET, ROUNDS_LAST, IS_CENTERED, SIZE, BLOCK, DTYPE)
         tl.store(normed_ptr + row * SIZE + place, normed, mask=is_place)

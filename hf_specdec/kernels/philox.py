@@ -82,12 +82,8 @@ def _uniforms_kernel(
     indices_ptr,  # [R, X]
     uniforms_ptr,  # [R, X], written
     X,
-    PURPOSE: tl.constexpr,
-    SPACE: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    LARGEST: tl.constexpr,
-    BLOCK_X: tl.constexpr,
-):
+    PURPOSE: tl.constexpr, SPACE: tl.constexpr, ROUNDS: tl.constexpr, LARGEST: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     place = tl.program_id(1) * BLOCK_X + tl.arange(0, BLOCK_X)
     index = tl.load(indices_ptr + row * X + place, mask=place < X, other=0).to(tl.uint64)
@@ -110,16 +106,7 @@ def _uniforms_triton(seeds, numbers, indices, purpose, space):
     block = min(triton.next_power_of_2(width), 128)
     with torch.cuda.device_of(indices):
         _uniforms_kernel[rows, triton.cdiv(width, block)](
-            seeds.contiguous(),
-            numbers.contiguous(),
-            indices,
-            uniforms,
-            width,
-            PURPOSE=purpose,
-            SPACE=space,
-            ROUNDS=_ROUNDS,
-            LARGEST=LARGEST_UNIFORM,
-            BLOCK_X=block,
-            num_warps=1,
-        )
+            seeds.contiguous(), numbers.contiguous(), indices, uniforms, width,
+            PURPOSE=purpose, SPACE=space, ROUNDS=_ROUNDS, LARGEST=LARGEST_UNIFORM, BLOCK_X=block, num_warps=1,
+        )  # fmt: skip
     return uniforms

@@ -13,12 +13,11 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
-from ._triton import needs_upcast, tl, triton
+from ._triton import computable, tl, triton
 from .early import early_launch, launch_next, wait_for_previous
-from .gates import SILU, activated, gated_torch
+from .gates import activated
 from .launching import as_lines
 from .norms import Norm
 from .tiles import gpu_of
@@ -86,20 +85,6 @@ def takes_linears(linears: Sequence[Linear]) -> bool:
     )
 
 
-def products_torch(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> Sequence[torch.Tensor]:
-    hidden = x.norm(x.stream) if isinstance(x, Unnormed) else x
-    return [F.linear(hidden, weight, bias) for weight, bias in linears]
-
-
-def gated_product_torch(x: torch.Tensor | Unnormed, gate: Linear, up: Linear, kind: str) -> torch.Tensor:
-    return gated_torch(*products_torch(x, (gate, up)), kind)
-
-
-def added_product_torch(x: torch.Tensor, linear: Linear, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    total = stream + F.linear(x, *linear)
-    return total, total.flatten(0, -2).float().square().sum(-1)[None]
-
-
 def products_triton(x: torch.Tensor | Unnormed, linears: Sequence[Linear]) -> Sequence[torch.Tensor]:
     """The products `(..., N)` of up to three linear layers, parts of one tensor."""
     sizes = [len(weight) for weight, _ in linears]
@@ -149,11 +134,9 @@ def _launch(
             read, weights[0], biases[0], output, read_squares, None if norm is None else norm.weight, stream, squares,
             *shifts[1:], *bias_shifts[1:], *begins[1:], len(read), read.stride(0),
             0 if stream is None else stream.stride(0), 0.0 if norm is None else norm.eps,
-            SIZE=size, WIDTH=width, BLOCK_M=tokens, BLOCK_N=rows, BLOCK_K=depth, HAS_BIAS=biases[0] is not None,
-            IS_GATED=is_gated, IS_SILU=kind == SILU, HAS_NORM=norm is not None, PARTS=parts,
+            SIZE=size, WIDTH=width, BLOCK_M=tokens, BLOCK_N=rows, BLOCK_K=depth, KIND=kind, PARTS=parts,
             BLOCK_P=min(triton.next_power_of_2(parts), _MOST_NUMBERS // tokens),
             OFFSET=0.0 if norm is None else norm.offset, ROUNDS_LAST=norm is not None and norm.rounds_last,
-            HAS_STREAM=stream is not None, UPCAST=needs_upcast(read),
             LINES=min(_LINES_AHEAD, 1 << (size // 64).bit_length() - 1), **early_launch(read), num_warps=4,
             num_stages=min(max(int(gpu.shared_memory * _SHARE_OF_MEMORY) // stage, 2), _MOST_STAGES),
         )  # fmt: skip
@@ -168,41 +151,23 @@ def _distance(tensor: torch.Tensor, first: torch.Tensor) -> int:
 def _product_kernel(
     read_ptr,  # [M, K]
     weight_ptr,  # [N, K] of the first matrix
-    bias_ptr,  # [N] of the first, unread if not HAS_BIAS
+    bias_ptr,  # [N] of the first, or None
     output_ptr,  # [M, WIDTH]
-    read_squares_ptr,  # [PARTS, M], unread if not HAS_NORM
+    read_squares_ptr,  # [PARTS, M], or None for no norm
     norm_ptr,  # [K], likewise
-    stream_ptr,  # [M, WIDTH], unread if not HAS_STREAM
-    squares_ptr,  # [P, M], unwritten if not HAS_STREAM
-    second_shift,  # from the rows of the first matrix to those of the others, in numbers
-    third_shift,
-    second_bias_shift,
-    third_bias_shift,
-    second_begin,  # where the others begin in the output
-    third_begin,
-    num_tokens,
-    read_stride,
-    stream_stride,
-    eps,
-    SIZE: tl.constexpr,
-    WIDTH: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    IS_GATED: tl.constexpr,
-    IS_SILU: tl.constexpr,
-    HAS_NORM: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-    OFFSET: tl.constexpr,
-    ROUNDS_LAST: tl.constexpr,
-    HAS_STREAM: tl.constexpr,
-    UPCAST: tl.constexpr,
-    LINES: tl.constexpr,
+    stream_ptr,  # [M, WIDTH], or None
+    squares_ptr,  # [P, M], unwritten without a stream
+    # From the rows of the first matrix to those of the others, in numbers; and where these begin in the output.
+    second_shift, third_shift, second_bias_shift, third_bias_shift, second_begin, third_begin,
+    num_tokens, read_stride, stream_stride, eps,
+    SIZE: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    KIND: tl.constexpr,  # of the activation of the first matrix as the gate of the second, or None
+    PARTS: tl.constexpr, BLOCK_P: tl.constexpr, OFFSET: tl.constexpr, ROUNDS_LAST: tl.constexpr, LINES: tl.constexpr,
     IS_EARLY: tl.constexpr,
-):
+):  # fmt: skip
     # A program: rows of one matrix, or the same rows of both halves, and all tokens.
+    IS_GATED: tl.constexpr = KIND is not None
+    HAS_NORM: tl.constexpr = norm_ptr is not None
     DTYPE: tl.constexpr = output_ptr.dtype.element_ty
     first = tl.program_id(0) * BLOCK_N
     place = first + tl.arange(0, BLOCK_N)
@@ -246,25 +211,21 @@ def _product_kernel(
             after = begin + BLOCK_K
             norm_weight = tl.load(norm_ptr + after, mask=depth < SIZE - after, other=0.0)
         # Nobody reads them again before all others were read.
-        weights = tl.load(weight_ptr + begin, eviction_policy="evict_first")
-        if UPCAST:
-            states, weights = states.to(tl.float32), weights.to(tl.float32)
-        product = tl.dot(weights, states, product, input_precision="ieee")
+        states, weights = computable(states), tl.load(weight_ptr + begin, eviction_policy="evict_first")
+        product = tl.dot(computable(weights), states, product, input_precision="ieee")
         if IS_GATED:
             weights = tl.load(weight_ptr + second_shift + begin, eviction_policy="evict_first")
-            if UPCAST:
-                weights = weights.to(tl.float32)
-            other = tl.dot(weights, states, other, input_precision="ieee")
+            other = tl.dot(computable(weights), states, other, input_precision="ieee")
     # Not before: programs of the next kernel would crowd where these leave room.
     launch_next(IS_EARLY)
-    if HAS_BIAS:
+    if bias_ptr is not None:
         product += tl.load(bias_ptr + bias_shift + place).to(tl.float32)[:, None]
         if IS_GATED:
             other += tl.load(bias_ptr + second_bias_shift + place).to(tl.float32)[:, None]
     if IS_GATED:
-        gate = activated(product.to(DTYPE).to(tl.float32), IS_SILU).to(DTYPE).to(tl.float32)
+        gate = activated(product.to(DTYPE).to(tl.float32), KIND).to(DTYPE).to(tl.float32)
         product = gate * other.to(DTYPE).to(tl.float32)
-    if HAS_STREAM:
+    if stream_ptr is not None:
         stream_ptr += token[None, :].to(tl.int64) * stream_stride + place[:, None]
         stream = tl.load(stream_ptr, mask=is_token[None, :], other=0.0).to(tl.float32)
         product = product.to(DTYPE).to(tl.float32) + stream
@@ -280,10 +241,8 @@ def _added(
     parts_ptr,  # [PARTS, M]
     token,  # [BLOCK_M]
     num_tokens,
-    BLOCK_M: tl.constexpr,
-    PARTS: tl.constexpr,
-    BLOCK_P: tl.constexpr,
-):
+    BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
+):  # fmt: skip
     """Sums `[BLOCK_M]` of the parts."""
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     for first in tl.static_range(0, PARTS, BLOCK_P):

@@ -13,7 +13,7 @@ import torch
 
 from ._triton import tl, triton, use_triton
 from .indexing import arange, widest_float
-from .launching import arrivals
+from .launching import arrivals, ends_last
 
 
 # Entries of the vocabulary that are first treated as one.
@@ -76,11 +76,8 @@ def _block_sums(probs: torch.FloatTensor) -> torch.FloatTensor:
 
 
 def _first_above(weights, cumulative, threshold) -> torch.LongTensor:
-    """First entry of positive weight whose cumulative sum exceeds the threshold, along the last dimension.
-
-    Where rounding leaves none, the entry of the largest weight. The weights are asked too because a parallel
-    cumulative sum may grow by rounding at an entry of weight 0.
-    """
+    """First entry of positive weight whose cumulative sum exceeds the threshold; the largest where none does."""
+    # A parallel cumulative sum may grow by rounding at an entry of weight 0.
     is_above = (cumulative > threshold) & (weights > 0)
     return weights.masked_fill(is_above, torch.inf).argmax(-1)
 
@@ -94,7 +91,6 @@ def find_block(
 ):
     """The block that a number falls into, what is left of the threshold in it, and whether any weight is positive."""
     index = tl.arange(0, BLOCK_C)
-    # From the cache that all processors share: this one's own knows nothing of what others have written.
     sums = tl.load(sums_ptr + index, mask=index < C, other=0.0, cache_modifier=".cg").to(tl.float64)
     cumulative = tl.cumsum(sums, axis=0)
     total = tl.sum(tl.where(index == C - 1, cumulative, 0.0), axis=0)
@@ -118,15 +114,11 @@ def _sample_kernel(
     probs_ptr,  # [R, V]
     sums_ptr,  # [R, C]
     uniform_ptr,  # [R]
-    arrivals_ptr,  # [R], programs that have ended, 0 before and after the launch
+    arrivals_ptr,  # [R], programs that have ended
     ids_ptr,  # [R], written
-    V,
-    C,
-    PROPOSES: tl.constexpr,
-    BLOCKS: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-):
+    V, C,
+    PROPOSES: tl.constexpr, BLOCKS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
     # A program: a row, and some blocks of the vocabulary.
     row = tl.program_id(0).to(tl.int64)  # R * V passes 2**31 at 256 x 64 x 152k
     probs_ptr += row * V
@@ -134,11 +126,7 @@ def _sample_kernel(
     ids = blocks[:, None] * BLOCK_SIZE + tl.arange(0, BLOCK_SIZE)[None, :]
     weights = tl.load(probs_ptr + ids, mask=ids < V, other=0.0).to(sums_ptr.dtype.element_ty)
     tl.store(sums_ptr + row * C + blocks, tl.sum(weights, axis=1), mask=blocks < C)
-    # All threads have written before one of them says so.
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals_ptr + row, 1) == tl.num_programs(1) - 1:
-        # For the next launch.
-        tl.store(arrivals_ptr + row, 0)
+    if ends_last(arrivals_ptr + row, tl.num_programs(1)):
         uniform = tl.load(uniform_ptr + row).to(tl.float64)
         # A checker takes what only a kernel may call for a function that raises.
         block, rest, has_law = find_block(  # pyright: ignore[reportGeneralTypeIssues]

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 import torch
 
 from ..transfers import kept_on_device
-from ._triton import needs_upcast, tl, triton, use_triton
+from ._triton import computable, tl, triton, use_triton
 from .early import begin_early, early_launch
-from .launching import arrivals
+from .launching import arrivals, ends_last
 from .tiles import attention_tile, count_splits, gpu_of
 
 
@@ -193,28 +193,19 @@ def _attend(
     slots,  # [N]
     is_slot,  # [N]
     visible,  # [M, N]
-    key_stride,
-    value_stride,
-    scale,
-    softcap,
-    HEAD_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    UPCAST: tl.constexpr,
-):
+    key_stride, value_stride,
+    scale, softcap,
+    HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+):  # fmt: skip
     """Adds a block of slots to the running softmax sums (Milakov and Gimelshein 2018, "Online normalizer")."""
     LOG2_E: tl.constexpr = 1.4426950408889634
-    key_place, value_place = tl.arange(0, BLOCK_D), tl.arange(0, BLOCK_V)
+    key_place, value_place = tl.arange(0, query.shape[1]), tl.arange(0, sums.shape[1])
     key = tl.load(
         key_ptr + slots[None, :] * key_stride + key_place[:, None],
         mask=is_slot[None, :] & (key_place[:, None] < HEAD_SIZE),
         other=0.0,
     )
-    if UPCAST:
-        key = key.to(tl.float32)
-    scores = tl.dot(query, key, input_precision="ieee") * scale
+    scores = tl.dot(query, computable(key), input_precision="ieee") * scale
     if HAS_SOFTCAP:
         # tanh, which Triton has on some devices only.
         scores = softcap * (2 / (1 + tl.exp2(scores / softcap * (-2 * LOG2_E))) - 1)
@@ -227,8 +218,7 @@ def _attend(
         mask=is_slot[:, None] & (value_place[None, :] < VALUE_SIZE),
         other=0.0,
     )
-    if UPCAST:
-        value = value.to(tl.float32)
+    value = computable(value)
     sums = sums * shrink[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
     return sums, total * shrink + tl.sum(weights, axis=1), new_highest
 
@@ -245,56 +235,27 @@ def _tree_attention_kernel(
     query_ptr,  # [B, H, T, D]
     key_ptr,  # [B, K, S, D]
     value_ptr,  # [B, K, S, V]
-    sinks_ptr,  # [H], unread if not HAS_SINKS
+    sinks_ptr,  # [H], or None
     lengths_ptr,  # [B]
     starts_ptr,  # [B]
-    texts_ptr,  # [B], unread if not HAS_BEGINNING
-    ancestors_ptr,  # [B, T, W], unread if IS_CHAIN
-    depths_ptr,  # [B, N], unread if IS_CHAIN
+    texts_ptr,  # [B], or None for no beginning
+    ancestors_ptr,  # [B, T, W], or None for a chain
+    depths_ptr,  # [B, N], or None for a chain
     output_ptr,  # [B, T, H, V]
-    partial_ptr,  # [B, H, T, splits, V], unused if not IS_SPLIT
-    mass_ptr,  # [B, H, T, splits], log 2 of the weights of each part, unused if not IS_SPLIT
-    arrivals_ptr,  # [B, K, tiles], parts that have ended, 0 before and after the launch, unused if not IS_SPLIT
-    query_stride_b,
-    query_stride_h,
-    query_stride_t,
-    key_stride_b,
-    key_stride_h,
-    key_stride_s,
-    value_stride_b,
-    value_stride_h,
-    value_stride_s,
-    ancestors_stride_b,
-    ancestors_stride_t,
-    depths_stride_b,
-    scale,
-    softcap,
-    span,
-    num_first,
-    num_queries,
-    num_nodes,
-    num_splits,
-    KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD_SIZE: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_V: tl.constexpr,
+    partial_ptr,  # [B, H, T, splits, V], or None where there is one split
+    mass_ptr,  # [B, H, T, splits], log 2 of the weights of each part, likewise
+    arrivals_ptr,  # [B, K, tiles], parts that have ended, likewise
+    query_stride_b, query_stride_h, query_stride_t, key_stride_b, key_stride_h, key_stride_s, value_stride_b,
+    value_stride_h, value_stride_s, ancestors_stride_b, ancestors_stride_t, depths_stride_b,
+    scale, softcap, span, num_first, num_queries, num_nodes, num_splits,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD_SIZE: tl.constexpr, VALUE_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_LINES: tl.constexpr,  # of a tile whose parts are added up at a time
-    IS_CHAIN: tl.constexpr,
-    IS_WINDOW: tl.constexpr,
-    IS_CHUNK: tl.constexpr,
-    HAS_BEGINNING: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-    IS_SPLIT: tl.constexpr,
-    UPCAST: tl.constexpr,
-    IS_EARLY: tl.constexpr,
-):
+    IS_WINDOW: tl.constexpr, IS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr, IS_EARLY: tl.constexpr,
+):  # fmt: skip
     # A program: one row and key/value head, one tile of its G * T queries, one part of the slots.
     begin_early(IS_EARLY)
+    IS_CHAIN: tl.constexpr = ancestors_ptr is None
     split = tl.program_id(1)
     row = (tl.program_id(2) // KV_HEADS).to(tl.int64)
     kv_head = (tl.program_id(2) % KV_HEADS).to(tl.int64)
@@ -307,10 +268,10 @@ def _tree_attention_kernel(
 
     length = tl.load(lengths_ptr + row).to(tl.int32)
     start = tl.load(starts_ptr + row).to(tl.int32)
-    depths_ptr += row * depths_stride_b
     if IS_CHAIN:
         depth = node_of_line
     else:
+        depths_ptr += row * depths_stride_b
         depth = tl.load(depths_ptr + node_of_line).to(tl.int32)
         ancestors_ptr += row * ancestors_stride_b + query_of_line * ancestors_stride_t
     oldest = _oldest_slot(length - start + depth, start, span, IS_WINDOW, IS_CHUNK)
@@ -325,8 +286,7 @@ def _tree_attention_kernel(
         mask=is_line[:, None] & (place[None, :] < HEAD_SIZE),
         other=0.0,
     )
-    if UPCAST:
-        query = query.to(tl.float32)
+    query = computable(query)
     key_ptr += row * key_stride_b + kv_head * key_stride_h
     value_ptr += row * value_stride_b + kv_head * value_stride_h
 
@@ -352,10 +312,10 @@ def _tree_attention_kernel(
         sums, total, highest = _attend(
             sums, total, highest, query, key_ptr, value_ptr, slots.to(tl.int64), is_slot, visible,
             key_stride_s, value_stride_s, scale, softcap,
-            HEAD_SIZE, VALUE_SIZE, BLOCK_D, BLOCK_V, HAS_SOFTCAP, UPCAST,
+            HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP,
         )  # fmt: skip
 
-    if HAS_BEGINNING:
+    if texts_ptr is not None:
         # In the last part, like the nodes: the others are as long as can be.
         text = tl.load(texts_ptr + row).to(tl.int32)
         end = tl.where(split == num_splits - 1, tl.minimum(text + num_first, start), text)
@@ -368,7 +328,7 @@ def _tree_attention_kernel(
             sums, total, highest = _attend(
                 sums, total, highest, query, key_ptr, value_ptr, slots.to(tl.int64), is_slot, visible,
                 key_stride_s, value_stride_s, scale, softcap,
-                HEAD_SIZE, VALUE_SIZE, BLOCK_D, BLOCK_V, HAS_SOFTCAP, UPCAST,
+                HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP,
             )  # fmt: skip
 
     # The nodes, in the last part.
@@ -394,13 +354,13 @@ def _tree_attention_kernel(
         sums, total, highest = _attend(
             sums, total, highest, query, key_ptr, value_ptr, slots.to(tl.int64), is_node, visible,
             key_stride_s, value_stride_s, scale, softcap,
-            HEAD_SIZE, VALUE_SIZE, BLOCK_D, BLOCK_V, HAS_SOFTCAP, UPCAST,
+            HEAD_SIZE, VALUE_SIZE, HAS_SOFTCAP,
         )  # fmt: skip
 
     value_place = tl.arange(0, BLOCK_V)
     is_output = is_line[:, None] & (value_place[None, :] < VALUE_SIZE)
     HEADS: tl.constexpr = KV_HEADS * GROUPS
-    if IS_SPLIT:
+    if partial_ptr is not None:
         # A part may have nothing that a node sees; nobody reads its sums.
         is_empty = total == 0
         total = tl.where(is_empty, 1.0, total)
@@ -412,20 +372,15 @@ def _tree_attention_kernel(
             sums / total[:, None],
             mask=is_output & (is_empty == 0)[:, None],
         )
-        # All threads have written before one of them says so.
-        tl.debug_barrier()
-        arrivals_ptr += tl.program_id(2) * tl.num_programs(0) + tl.program_id(0)
-        if tl.atomic_add(arrivals_ptr, 1) == num_splits - 1:
-            # For the next launch.
-            tl.store(arrivals_ptr, 0)
+        if ends_last(arrivals_ptr + tl.program_id(2) * tl.num_programs(0) + tl.program_id(0), num_splits):
             for line in tl.range(0, BLOCK_M, BLOCK_LINES):
                 _add_parts(
                     partial_ptr, mass_ptr, sinks_ptr, output_ptr,
                     first_line + line + tl.arange(0, BLOCK_LINES), row, kv_head, num_queries, num_splits,
-                    KV_HEADS, GROUPS, VALUE_SIZE, BLOCK_V, HAS_SINKS,
+                    KV_HEADS, GROUPS, VALUE_SIZE, BLOCK_V,
                 )  # fmt: skip
     else:
-        if HAS_SINKS:
+        if sinks_ptr is not None:
             total += _sink_weight(sinks_ptr, head, highest, is_line)
         sums /= total[:, None]
         places = (row * num_queries + query_of_line) * HEADS + head
@@ -443,19 +398,12 @@ def _sink_weight(sinks_ptr, head, highest, mask):
 def _add_parts(
     partial_ptr,  # [B, H, T, splits, V]
     mass_ptr,  # [B, H, T, splits]
-    sinks_ptr,  # [H], unread if not HAS_SINKS
+    sinks_ptr,  # [H], or None
     output_ptr,  # [B, T, H, V]
     lines,  # [L], of the row and key/value head
-    row,
-    kv_head,
-    num_queries,
-    num_splits,
-    KV_HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    VALUE_SIZE: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    HAS_SINKS: tl.constexpr,
-):
+    row, kv_head, num_queries, num_splits,
+    KV_HEADS: tl.constexpr, GROUPS: tl.constexpr, VALUE_SIZE: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
     # So many are read at a time.
     BLOCK_PARTS: tl.constexpr = 4
     HEADS: tl.constexpr = KV_HEADS * GROUPS
@@ -474,7 +422,6 @@ def _add_parts(
         for offset in tl.static_range(BLOCK_PARTS):
             part = first + offset
             is_part = is_line & (part < num_splits)
-            # From the cache that all processors share: this one's own knows nothing of what others have written.
             mass = tl.load(mass_ptr + places + part, mask=is_part, other=float("-inf"), cache_modifier=".cg")
             values = tl.load(
                 partial_ptr + (places + part)[:, None] * VALUE_SIZE + value_place[None, :],
@@ -490,7 +437,7 @@ def _add_parts(
             values = tl.where((mass > float("-inf"))[:, None], values, 0.0)
             sums = sums * shrink[:, None] + values * weight[:, None]
             total = total * shrink + weight
-    if HAS_SINKS:
+    if sinks_ptr is not None:
         total += _sink_weight(sinks_ptr, head, highest, is_line)
     places = (row * num_queries + query) * HEADS + head
     tl.store(
@@ -504,10 +451,11 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
     rows, heads, queries, size = query.shape
     kv_heads, slots, value_size = key.shape[1], key.shape[2], value.shape[-1]
     query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
-    is_chain = tree.ancestors is None
-    words = tree.lengths if is_chain else tree.words(rows)
-    words_strides = (0, 0) if is_chain else words.stride()[:2]
-    depths = tree.lengths if is_chain else tree.depths.expand(rows, -1)
+    words = depths = None
+    strides = 0, 0, 0
+    if tree.ancestors is not None:
+        words, depths = tree.words(rows), tree.depths.expand(rows, -1)
+        strides = *words.stride()[:2], depths.stride(0)
     lines = heads // kv_heads * queries
     block_d, block_v = (max(16, triton.next_power_of_2(width)) for width in (size, value_size))
     gpu = gpu_of(query.device)
@@ -523,22 +471,21 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
         written = 4 * block_m * block_v / (query.element_size() * (block_d + block_v))
         num_splits = count_splits(tiles * kv_heads * rows, read, written, tile, gpu.processors)
     output = query.new_empty((rows, queries, heads, value_size))
-    is_split = num_splits > 1
-    parts = (rows, heads, queries, num_splits) if is_split else (0,)
-    partial = query.new_empty((*parts, value_size), dtype=torch.float32)
-    mass = query.new_empty(parts, dtype=torch.float32)
-    ended = arrivals(rows * kv_heads * tiles, query.device)
+    partial = mass = ended = None
+    if num_splits > 1:
+        parts = rows, heads, queries, num_splits
+        partial, mass = (query.new_empty(shape, dtype=torch.float32) for shape in ((*parts, value_size), parts))
+        ended = arrivals(rows * kv_heads * tiles, query.device)
     with torch.cuda.device_of(query):
         _tree_attention_kernel[(tiles, num_splits, rows * kv_heads)](
             query, key, value, sinks, tree.lengths, tree.starts, None if beginning is None else beginning.starts,
             words, depths, output, partial, mass, ended,
-            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *words_strides, depths.stride(0),
+            *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides,
             scale, softcap, span, 0 if beginning is None else beginning.count, queries, tree.num_nodes, num_splits,
             KV_HEADS=kv_heads, GROUPS=heads // kv_heads, HEAD_SIZE=size, VALUE_SIZE=value_size,
             BLOCK_M=block_m, BLOCK_N=tile.slots, BLOCK_D=block_d, BLOCK_V=block_v,
-            BLOCK_LINES=max(1, min(block_m, 512 * tile.warps // block_v)), IS_CHAIN=is_chain,
-            IS_WINDOW=window > 0, IS_CHUNK=chunk > 0, HAS_BEGINNING=beginning is not None, HAS_SOFTCAP=softcap > 0,
-            HAS_SINKS=sinks is not None, IS_SPLIT=is_split, UPCAST=needs_upcast(query),
+            BLOCK_LINES=max(1, min(block_m, 512 * tile.warps // block_v)),
+            IS_WINDOW=window > 0, IS_CHUNK=chunk > 0, HAS_SOFTCAP=softcap > 0,
             num_warps=tile.warps, num_stages=tile.stages, **early_launch(query),
         )  # fmt: skip
     return output

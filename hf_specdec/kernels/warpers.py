@@ -21,7 +21,7 @@ import torch
 from transformers.generation import logits_process as hf
 
 from ._triton import FUSED_DTYPES, tl, triton, use_triton
-from .launching import arrivals, as_lines, parts_of_lines
+from .launching import arrivals, as_lines, ends_last, parts_of_lines
 
 
 # Logits that a program sorts into buckets at a time, and those that it reads where it does nothing else.
@@ -71,6 +71,7 @@ def _warped_torch(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
 
 
 def _warped_triton(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
+    temperature, top_k, top_p, min_p = warping
     rows, vocab_size = as_lines(logits), logits.shape[-1]
     count, device = len(rows), rows.device
     scores = torch.empty(rows.shape, dtype=torch.float32, device=device)
@@ -81,39 +82,37 @@ def _warped_triton(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
     counts = torch.empty((count, splits, 16), dtype=torch.int32, device=device)
     masses = torch.empty(counts.shape, dtype=torch.float32, device=device)
     highest = torch.empty((count, splits), dtype=torch.float32, device=device)
-    least, border, removed = torch.empty((3, count), dtype=torch.int64, device=device)
+    removed = torch.empty(count, dtype=torch.int64, device=device)
     passed, limit = torch.empty((2, count), dtype=torch.float64, device=device)
     sizes = rows.stride(0), vocab_size, part, splits
     padded = {"SPLITS": triton.next_power_of_2(splits), "DROPPED": dropped, "num_warps": 8}
 
-    def narrow(found: torch.Tensor, wanted: float, by_mass: bool) -> None:
+    def narrowed(wanted: float, masses: torch.Tensor | None = None, least: torch.Tensor | None = None) -> torch.Tensor:
+        border = torch.empty(count, dtype=torch.int64, device=device)
         for shift in range(num_bits - 4, -4, -4):
             _narrow_kernel[(count, splits)](
-                rows, counts, masses, highest, arrivals(count, device), least, found, passed, limit, removed,
-                *sizes, warping.temperature, wanted, shift, int(shift == num_bits - 4), BY_MASS=by_mass,
-                HAS_LEAST=by_mass and warping.top_k is not None, BLOCK=_BLOCK, **padded,
+                rows, counts, masses, highest, arrivals(count, device), least, border, passed, limit, removed,
+                *sizes, temperature, wanted, shift, int(shift == num_bits - 4), BLOCK=_BLOCK, **padded,
             )  # fmt: skip
+        return border
 
+    border = None
     with torch.cuda.device_of(rows):
-        if warping.top_k is not None:
-            narrow(least, float(min(warping.top_k, vocab_size)), by_mass=False)
-        if warping.top_p is not None:
-            narrow(border, 1 - warping.top_p, by_mass=True)
-        elif warping.min_p is not None:
+        if top_k is not None:
+            border = narrowed(float(min(top_k, vocab_size)))
+        if top_p is not None:
+            border = narrowed(1 - top_p, masses, border)
+        elif min_p is not None:
             _highest_kernel[(count, splits)](rows, highest, *sizes, BLOCK=_READ_BLOCK, num_warps=4)
         _write_kernel[(count, splits)](
-            rows, scores, counts, highest, least if warping.top_p is None else border, removed,
-            *sizes, warping.temperature, float(warping.min_p or 0), HAS_BORDER=warping[1:3] != (None, None),
-            HAS_TIES=warping.top_p is not None, HAS_MIN_P=warping.min_p is not None, BLOCK=_READ_BLOCK, **padded,
+            rows, scores, counts, highest, border, None if top_p is None else removed,
+            *sizes, temperature, min_p, BLOCK=_READ_BLOCK, **padded,
         )  # fmt: skip
     return scores.view(logits.shape)
 
 
 @triton.jit
-def _rank_of(
-    logits,
-    DROPPED: tl.constexpr,
-):
+def _rank_of(logits, DROPPED: tl.constexpr):
     """Ranks: integers without a sign, in the order of the logits."""
     # Both zeros are one number.
     bits = tl.where(logits == 0, 0.0, logits).to(tl.uint32, bitcast=True)
@@ -152,11 +151,9 @@ def _highest_kernel(
     logits_ptr,  # [R, V]
     highest_ptr,  # [R, S]
     stride,
-    vocab_size,
-    part,
-    num_splits,
+    vocab_size, part, num_splits,
     BLOCK: tl.constexpr,
-):
+):  # fmt: skip
     # A program: a row, and one part of the vocabulary.
     row, split = tl.program_id(0), tl.program_id(1)
     begin = split * part
@@ -168,37 +165,28 @@ def _highest_kernel(
 def _narrow_kernel(
     logits_ptr,  # [R, V]
     counts_ptr,  # [R, S, 16], tokens in each bucket
-    masses_ptr,  # [R, S, 16], their probability, as a multiple of that of the part's highest logit
+    # [R, S, 16], their probability, as a multiple of that of the part's highest logit; None: buckets go by numbers
+    masses_ptr,
     highest_ptr,  # [R, S]
-    arrivals_ptr,  # [R], parts that have ended, 0 before and after the launch
-    least_ptr,  # [R], the least rank that is kept, where there is one
+    arrivals_ptr,  # [R], parts that have ended
+    least_ptr,  # [R], the least rank that is kept, or None
     known_ptr,  # [R], leading bits of the rank that is looked for: 4 more than before
     passed_ptr,  # [R], tokens above the rank, or the probability below it
     limit_ptr,  # [R], of the probability below
     removed_ptr,  # [R], tokens of the bucket that top-p does not keep, if they are equally probable
     stride,
-    vocab_size,
-    part,
-    num_splits,
-    temperature,
-    wanted,
-    shift,
-    is_first,
-    BY_MASS: tl.constexpr,
-    HAS_LEAST: tl.constexpr,
-    DROPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    vocab_size, part, num_splits, temperature, wanted, shift, is_first,
+    DROPPED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     # A program: a row, and one part of the vocabulary.
     row, split = tl.program_id(0), tl.program_id(1)
     logits_ptr += row.to(tl.int64) * stride
     begin = tl.multiple_of(split * part, BLOCK)
     end = tl.minimum(begin + part, vocab_size)
-    if BY_MASS:
+    if masses_ptr is not None:
         highest = _highest_of(logits_ptr, begin, end, BLOCK)
         tl.store(highest_ptr + row * num_splits + split, highest)
-    if HAS_LEAST:
+    if least_ptr is not None:
         least = tl.load(least_ptr + row).to(tl.uint32)
     known = tl.load(known_ptr + row, mask=is_first == 0, other=0)
     bucket = tl.arange(0, 16)
@@ -210,74 +198,45 @@ def _narrow_kernel(
         rank = _rank_of(logits, DROPPED)
         digits = rank >> shift.to(tl.uint32)
         is_in = (token < end) & (digits >> 4 == known.to(tl.uint32))
-        if HAS_LEAST:
+        if least_ptr is not None:
             is_in &= rank >= least
         place = tl.where(is_in, digits & 15, 16).to(tl.int32)
         is_there = place[None, :] == bucket[:, None]
         count += is_there.to(tl.int32)
-        if BY_MASS:
+        if masses_ptr is not None:
             mass += tl.where(is_there, _weight_of(logits, highest, temperature)[None, :], 0.0)
     places = (row * num_splits + split) * 16 + bucket
     tl.store(counts_ptr + places, tl.sum(count, axis=1))
-    if BY_MASS:
+    if masses_ptr is not None:
         tl.store(masses_ptr + places, tl.sum(mass, axis=1))
-    # All threads have written before one of them says so.
-    tl.debug_barrier()
-    if tl.atomic_add(arrivals_ptr + row, 1) == num_splits - 1:
-        # For the next launch.
-        tl.store(arrivals_ptr + row, 0)
+    if ends_last(arrivals_ptr + row, num_splits):
         _choose_bucket(
-            counts_ptr + row * num_splits * 16,
-            masses_ptr + row * num_splits * 16,
-            highest_ptr + row * num_splits,
-            known,
-            known_ptr + row,
-            passed_ptr + row,
-            limit_ptr + row,
-            removed_ptr + row,
-            num_splits,
-            temperature,
-            wanted,
-            is_first,
-            BY_MASS,
-            SPLITS,
-        )
+            row, counts_ptr, masses_ptr, highest_ptr, known, known_ptr, passed_ptr, limit_ptr, removed_ptr,
+            num_splits, temperature, wanted, is_first, SPLITS,
+        )  # fmt: skip
 
 
 @triton.jit
 def _choose_bucket(
-    counts_ptr,  # [S, 16], and all others of one row
-    masses_ptr,  # [S, 16]
-    highest_ptr,  # [S]
-    known,
-    known_ptr,
-    passed_ptr,
-    limit_ptr,
-    removed_ptr,
-    num_splits,
-    temperature,
-    wanted,
-    is_first,
-    BY_MASS: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
-    bucket = tl.arange(0, 16)
-    splits = tl.arange(0, SPLITS)
-    is_split = splits < num_splits
+    row, counts_ptr, masses_ptr, highest_ptr, known, known_ptr, passed_ptr, limit_ptr, removed_ptr,
+    num_splits, temperature, wanted, is_first, SPLITS: tl.constexpr,
+):  # fmt: skip
+    """Adds the bucket that the last program of a row chooses to what is known of the rank."""
+    bucket, splits = tl.arange(0, 16), row * num_splits + tl.arange(0, SPLITS)
+    is_split = tl.arange(0, SPLITS) < num_splits
     places = splits[:, None] * 16 + bucket[None, :]
-    # From the cache that all processors share: this one's own knows nothing of what others have written.
     counts = tl.load(counts_ptr + places, mask=is_split[:, None], other=0, cache_modifier=".cg")
     counts = tl.sum(counts, axis=0)
-    passed = tl.load(passed_ptr, mask=is_first == 0, other=0.0)
-    if BY_MASS:
+    passed = tl.load(passed_ptr + row, mask=is_first == 0, other=0.0)
+    if masses_ptr is not None:
         parts = tl.load(highest_ptr + splits, mask=is_split, other=float("-inf"), cache_modifier=".cg")
         masses = tl.load(masses_ptr + places, mask=is_split[:, None], other=0.0, cache_modifier=".cg")
         masses *= _weight_of(parts, tl.max(parts, axis=0), temperature)[:, None]
         masses = tl.sum(masses, axis=0).to(tl.float64)
         # As transformers compares them.
         limit = (wanted * tl.sum(masses, axis=0).to(tl.float32)).to(tl.float64)
-        limit = tl.where(is_first != 0, limit, tl.load(limit_ptr, mask=is_first == 0, other=0.0))
-        tl.store(limit_ptr, limit)
+        limit = tl.where(is_first != 0, limit, tl.load(limit_ptr + row, mask=is_first == 0, other=0.0))
+        tl.store(limit_ptr + row, limit)
         is_above = (counts > 0) & (passed + tl.cumsum(masses, axis=0) > limit)
         # Where rounding leaves none, the most probable.
         last = tl.max(tl.where(counts > 0, bucket, 0), axis=0)
@@ -288,13 +247,13 @@ def _choose_bucket(
         fitting = tl.div_rn(((limit - passed) * number).to(tl.float32), tl.where(mass > 0, mass, 1.0))
         fitting = tl.where(mass > 0, fitting, number.to(tl.float32))
         fitting = tl.minimum(tl.maximum(fitting, 0.0), (number - 1).to(tl.float32))
-        tl.store(removed_ptr, fitting.to(tl.int64))
+        tl.store(removed_ptr + row, fitting.to(tl.int64))
     else:
         above = passed + (tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)).to(tl.float64)
         chosen = tl.max(tl.where(above + counts.to(tl.float64) >= wanted, bucket, 0), axis=0)
         passed = tl.sum(tl.where(bucket == chosen, above, 0.0), axis=0)
-    tl.store(known_ptr, known * 16 + chosen)
-    tl.store(passed_ptr, passed)
+    tl.store(known_ptr + row, known * 16 + chosen)
+    tl.store(passed_ptr + row, passed)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "part", "num_splits"])
@@ -303,21 +262,13 @@ def _write_kernel(
     scores_ptr,  # [R, V], written
     counts_ptr,  # [R, S, 16], by the last bits of a rank that begins as the border does
     highest_ptr,  # [R, S]
-    border_ptr,  # [R], the least rank that is kept
-    removed_ptr,  # [R], tokens of it that are not kept
+    border_ptr,  # [R], the least rank that is kept, or None for any
+    removed_ptr,  # [R], tokens of it that are not kept, or None for none
     stride,
-    vocab_size,
-    part,
-    num_splits,
-    temperature,
-    min_p,
-    HAS_BORDER: tl.constexpr,
-    HAS_TIES: tl.constexpr,
-    HAS_MIN_P: tl.constexpr,
-    DROPPED: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
-):
+    vocab_size, part, num_splits, temperature,
+    min_p,  # or None
+    DROPPED: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr,
+):  # fmt: skip
     # A program: a row, and one part of the vocabulary.
     row, split = tl.program_id(0), tl.program_id(1)
     logits_ptr += row.to(tl.int64) * stride
@@ -325,14 +276,15 @@ def _write_kernel(
     begin = tl.multiple_of(split * part, BLOCK)
     end = tl.minimum(begin + part, vocab_size)
     splits = tl.arange(0, SPLITS)
-    border = tl.load(border_ptr + row) if HAS_BORDER else 0
-    num_before, removed, highest = 0, 0, 0.0
-    if HAS_TIES:
+    border, num_before, removed, highest = 0, 0, 0, 0.0
+    if border_ptr is not None:
+        border = tl.load(border_ptr + row)
+    if removed_ptr is not None:
         # Tokens of this rank that belong to earlier parts.
         places = (row * num_splits + splits) * 16 + (border & 15)
         num_before = tl.sum(tl.load(counts_ptr + places, mask=splits < split, other=0), axis=0)
         removed = tl.load(removed_ptr + row)
-    if HAS_MIN_P:
+    if min_p is not None:
         parts = tl.load(highest_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"))
         highest = tl.max(parts, axis=0)
     for first in tl.range(begin, end, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
@@ -341,14 +293,14 @@ def _write_kernel(
         logits = tl.load(logits_ptr + token, mask=is_in, other=float("-inf")).to(tl.float32)
         is_kept = is_in
         rank = _rank_of(logits, DROPPED).to(tl.int64)
-        if HAS_BORDER:
+        if border_ptr is not None:
             is_kept = rank >= border
-        if HAS_TIES:
+        if removed_ptr is not None:
             is_tied = is_in & (rank == border)
             number = num_before + tl.cumsum(is_tied.to(tl.int32), axis=0)
             is_kept &= (rank > border) | (number > removed)
             num_before += tl.sum(is_tied.to(tl.int32), axis=0)
-        if HAS_MIN_P:
+        if min_p is not None:
             is_kept &= _weight_of(logits, highest, temperature) >= min_p
         # Nothing hides what is not a number.
         is_kept |= logits != logits

@@ -52,6 +52,7 @@ from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.target import attention, cache, graphs
 from hf_specdec.target import model as target
 
+from . import layer_references
 from .other_device import Elsewhere, Wait, move, other_device
 from .tape import TapeBackend
 
@@ -213,7 +214,7 @@ class LaunchCounter(TorchDispatchMode):
             )
             for name in ("products", "gated_product", "added_product"):
                 launcher = self._computed_by(
-                    lambda *args, name=name, **kwargs: self.launch(name), getattr(projections, f"{name}_torch")
+                    lambda *args, name=name, **kwargs: self.launch(name), getattr(layer_references, name)
                 )
                 stack.enter_context(patch.object(projections, f"{name}_triton", launcher))
             stack.enter_context(patch.object(graphs, "capture_backend", lambda device: CountingBackend(self)))
@@ -383,6 +384,9 @@ _REFERENCES = {
     "_ranked_triton": lambda logits, count: tuple(logits.float().log_softmax(-1).topk(count)),
     "_reject_triton": _reject,
     "_sample_triton": sampling.sample_torch,
+    "gated_triton": layer_references.gated,
+    "mixture_triton": layer_references.mixture,
+    "rotary_angles_triton": layer_references.rotary_angles,
     "place_heads_triton": place_heads,
 }
 

@@ -1,10 +1,14 @@
-"""Tensors and tolerances for the kernels of layers, and a cache of one layer."""
+"""Tensors, tolerances and references for the kernels of layers, and a cache of one layer."""
 
 from __future__ import annotations
 
 import torch
+import torch.nn.functional as F
 
+from hf_specdec.kernels.angles import signed_angles
 from hf_specdec.kernels.cache import WritePlan
+from hf_specdec.kernels.gates import SILU
+from hf_specdec.kernels.projections import Unnormed
 from hf_specdec.target.cache import SlotCache
 
 
@@ -26,6 +30,41 @@ def to(value, device):
         parts = [to(part, device) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value.to(device) if torch.is_tensor(value) else value
+
+
+def gated(gate, up, kind):
+    return (F.silu(gate) if kind == SILU else F.gelu(gate, approximate="tanh")) * up
+
+
+def mixture(hidden, logits, gate_up, down, routing, kind=SILU, shared=None):
+    weights, experts = logits.softmax(-1, dtype=torch.float32).topk(routing.top_k, dim=-1)
+    if routing.normalizes:
+        weights = weights / weights.sum(-1, keepdim=True)
+    weights = weights.to(logits.dtype) if routing.rounds else weights
+    gate, up = torch.einsum("mh,mknh->mkn", hidden, gate_up[experts]).chunk(2, dim=-1)
+    products = torch.einsum("mkn,mkhn->mkh", gated(gate, up, kind), down[experts])
+    output = (products * weights[..., None]).sum(1).to(hidden.dtype)
+    return output if shared is None else output + F.linear(hidden, shared.gate).sigmoid() * shared.output
+
+
+def products(x, linears):
+    hidden = x.norm(x.stream) if isinstance(x, Unnormed) else x
+    return [F.linear(hidden, weight, bias) for weight, bias in linears]
+
+
+def gated_product(x, gate, up, kind):
+    return gated(*products(x, (gate, up)), kind)
+
+
+def added_product(x, linear, stream):
+    total = stream + F.linear(x, *linear)
+    return total, total.flatten(0, -2).float().square().sum(-1)[None]
+
+
+def rotary_angles(positions, frequencies, factor, dtype, is_interleaved):
+    turns = positions[..., None].float() * frequencies.float()
+    cosine, sine = (torch.cat((part, part), dim=-1) * factor for part in (turns.cos(), turns.sin()))
+    return signed_angles(cosine.to(dtype), sine.to(dtype), is_interleaved)
 
 
 def slots_of(buffers, starts, columns):

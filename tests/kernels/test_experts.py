@@ -9,10 +9,10 @@ from transformers import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeSparseMoeBlock
 
 from hf_specdec.kernels import _triton, experts
-from hf_specdec.kernels.experts import Routing, Shared, mixture_torch, mixture_triton
+from hf_specdec.kernels.experts import Routing, Shared, mixture_triton
 from hf_specdec.kernels.gates import GELU_TANH, SILU
 from hf_specdec.layers import experts as layers
-from tests.helpers.layer_references import CLOSE, drawn, to
+from tests.helpers.layer_references import CLOSE, drawn, mixture, to
 from tests.helpers.levels import in_full
 from tests.kernels.conftest import every_gpu, watched
 
@@ -45,7 +45,7 @@ def test_mixtures(routing, kind, tokens, size, inner, dtype, device):
     given = drawn_mixture(dtype, tokens, 6, size, inner)
     found = mixture_triton(*to(given, device), routing, kind)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.cpu(), mixture_torch(*given, routing, kind), **CLOSE_SUMS[dtype])
+    torch.testing.assert_close(found.cpu(), mixture(*given, routing, kind), **CLOSE_SUMS[dtype])
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(40, BF16), *in_full((1100, F32), (1100, BF16), (40, F16))])
@@ -59,7 +59,7 @@ def test_shared_experts(size, dtype, device):
     assert gates[0] > 1
     assert gates[1] < -1
     found = mixture_triton(*to(given, device), Routing(1), shared=to(shared, device))
-    expected = mixture_torch(*given, Routing(1), shared=shared)
+    expected = mixture(*given, Routing(1), shared=shared)
     torch.testing.assert_close(found.cpu(), expected, **CLOSE_SUMS[dtype])
 
 
@@ -68,7 +68,7 @@ def test_experts_without_tokens_equal_logits_and_logits_without_numbers(device):
     """The first of equal experts is chosen; the weights of the others are not read."""
     hidden, logits, gate_up, down = drawn_mixture(torch.float32)
     logits[:] = torch.tensor([0.0, 2.0, 2.0, 2.0, -1.0, 1.0])
-    expected = mixture_torch(hidden, logits + torch.arange(6, 0, -1) * 1e-4, gate_up, down, Routing(2))
+    expected = mixture(hidden, logits + torch.arange(6, 0, -1) * 1e-4, gate_up, down, Routing(2))
     for weights in (gate_up, down):
         weights[[0, 3, 4, 5]] = torch.nan
     found = mixture_triton(*to((hidden, logits, gate_up, down), device), Routing(2))

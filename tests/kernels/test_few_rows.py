@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_specdec.kernels import few_rows
-from hf_specdec.kernels.few_rows import DTYPES, linear, linears
+from hf_specdec.kernels.few_rows import DTYPES, linears
 from tests.helpers.levels import in_full
 
 
@@ -21,6 +21,10 @@ SIZES = st.integers(1, 70) | st.sampled_from([128, 300])
 
 def takes(x, weight, bias=None):
     return few_rows.takes(x, [(weight, bias)])
+
+
+def linear(x, weight, bias=None):
+    return linears(x, [(weight, bias)])
 
 
 def random(*shape, dtype, seed):

@@ -7,13 +7,13 @@ import torch
 from transformers.activations import ACT2FN
 
 from hf_specdec.kernels import _triton
-from hf_specdec.kernels.angles import rotary_angles_torch, rotary_angles_triton, signed_angles
+from hf_specdec.kernels.angles import rotary_angles_triton, signed_angles
 from hf_specdec.kernels.gates import GELU_TANH, SILU, gated_triton
 from hf_specdec.kernels.heads import place_heads_triton
 from hf_specdec.kernels.norms import Norm, Scale, add_norm_torch, add_norm_triton
 from hf_specdec.layers.llama import GatedMLP, RMSNorm, bind_sum, place_heads
 from hf_specdec.layers.plan import Normed, Way
-from tests.helpers.layer_references import CLOSE, drawn, slots_of, to
+from tests.helpers.layer_references import CLOSE, drawn, rotary_angles, slots_of, to
 from tests.helpers.levels import in_full, when_slow
 from tests.kernels.conftest import every_gpu
 
@@ -150,7 +150,7 @@ def frequencies_of(numbers: int) -> torch.Tensor:
 )
 def test_rotary_angles(device, positions, numbers, dtype, factor, is_interleaved, stored):
     frequencies = frequencies_of(numbers).to(stored)
-    expected = rotary_angles_torch(positions, frequencies, factor, dtype, is_interleaved)
+    expected = rotary_angles(positions, frequencies, factor, dtype, is_interleaved)
     # Expanded there: a copy to another device would have rows of its own.
     there = positions[:1].to(device).expand(4, -1) if positions is SHARED else positions.to(device)
     found = rotary_angles_triton(there, frequencies.to(device), factor, dtype, is_interleaved)

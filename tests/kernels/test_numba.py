@@ -26,7 +26,7 @@ def check(dtype, rows=5):
     x, weight, bias = torch.randn(rows, 100).to(dtype), torch.randn(70, 100).to(dtype), torch.randn(70).to(dtype)
     exact = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
     assert few_rows.takes(x, [(weight, bias)])
-    torch.testing.assert_close(few_rows.linear(x, weight, bias), exact.to(dtype))
+    torch.testing.assert_close(few_rows.linears(x, [(weight, bias)]), exact.to(dtype))
 """
 SCANS = """
 import numpy as np

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from hf_specdec.kernels import _triton, norms, projections
-from hf_specdec.kernels.gates import GELU_TANH, SILU, gated_torch
+from hf_specdec.kernels.gates import GELU_TANH, SILU
 from hf_specdec.kernels.norms import Norm
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import llama
 from hf_specdec.layers.draft_network import new_attention, new_mlp
 from hf_specdec.layers.plan import Normed, norm_of, plan_layers, way_of
-from tests.helpers.layer_references import CLOSE, drawn, to
+from tests.helpers.layer_references import CLOSE, drawn, gated, to
 from tests.helpers.levels import in_full, when_slow
 from tests.kernels.conftest import SHARED_MEMORY, watched
 
@@ -51,7 +51,7 @@ def test_products(widths, size, has_bias, kind, dtype, device):
     weight, bias = linears[0]
     up = weight.flip(0).contiguous(), bias
     found = projections.gated_product_triton(there, given[0], to(up, device), kind)
-    gates = gated_torch(expected[0], F.linear(hidden, *up), kind)
+    gates = gated(expected[0], F.linear(hidden, *up), kind)
     torch.testing.assert_close(found.cpu(), gates, **CLOSE[dtype])
     # A product is rounded before it is added to the stream; the squares are those of the rounded sum.
     stream = drawn(2, 3, widths[0], dtype=dtype, seed=5)
@@ -82,7 +82,7 @@ def test_products_of_an_unnormed_stream(norm, parts, dtype, device):
         torch.testing.assert_close(output.cpu(), F.linear(expected, *linear), **CLOSE[dtype])
     gate, up = linears[0], (linears[0][0].flip(0).contiguous(), None)
     found = projections.gated_product_triton(x, *to([gate, up], device), SILU)
-    expected_gate = gated_torch(F.linear(expected, *gate), F.linear(expected, *up), SILU)
+    expected_gate = gated(F.linear(expected, *gate), F.linear(expected, *up), SILU)
     torch.testing.assert_close(found.cpu(), expected_gate, **CLOSE[dtype])
 
 

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from hf_specdec.kernels import angles
-from hf_specdec.kernels.angles import rotary_angles_torch, signed_angles
+from hf_specdec.kernels.angles import signed_angles
 from hf_specdec.layers import llama
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import DecoderLayer, RotaryAngles, rotate, with_query_groups
@@ -20,6 +20,7 @@ from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.forward import SlotForward, told
 from tests.helpers.architectures import tiny_model
 from tests.helpers.caches import CACHE
+from tests.helpers.layer_references import rotary_angles
 from tests.helpers.levels import in_full, split
 from tests.helpers.models import VOCAB_SIZE
 
@@ -261,7 +262,7 @@ def as_on_a_gpu(monkeypatch):
     """Calls of the kernel that computes angles, which torch computes here."""
     calls = []
     monkeypatch.setattr(llama, "way_of", lambda tensor: Way.KERNELS)
-    monkeypatch.setattr(angles, "rotary_angles_triton", lambda *args: calls.append(args) or rotary_angles_torch(*args))
+    monkeypatch.setattr(angles, "rotary_angles_triton", lambda *args: calls.append(args) or rotary_angles(*args))
     return calls
 
 

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers.generation.candidate_generator import CandidateGenerator as HfCandidateGenerator
+from transformers.utils import logging
 
 from ..drafting.state import RowState
 from ..drafts import DraftTree, TokenTree
@@ -50,6 +51,8 @@ from ..threads import Lock, cached_property
 if TYPE_CHECKING:
     from .assisted import AssistedSide
 
+
+logger = logging.get_logger(__name__)
 
 _LEAST_SHARED_LENGTH = 4
 
@@ -83,6 +86,7 @@ class CandidateGenerator(HfCandidateGenerator):
             combination must.
         leads (`bool`): In a combination its draft comes first, and that of a method which `continues_leads` after it.
         continues_leads (`bool`): Its drafts go on after the tokens of `DraftStep.leads`.
+        masks_drafts (`bool`): What the grammars of rows forbid is not drafted; else only processors see to that.
         parts (`tuple[type, ...]`): The generators of which this one consists; the last one may have a draft model.
 
     Args:
@@ -101,6 +105,7 @@ class CandidateGenerator(HfCandidateGenerator):
     estimates_acceptance: ClassVar[bool] = False
     leads: ClassVar[bool] = False
     continues_leads: ClassVar[bool] = False
+    masks_drafts: ClassVar[bool] = True
     parts: ClassVar[tuple[type[CandidateGenerator], ...]] = ()
     samples_drafts: bool | None = None
     # Generators without settings have the standard acceptance rule.
@@ -217,10 +222,13 @@ class CandidateGenerator(HfCandidateGenerator):
         limit = self.longest_row
         if limit is None:
             return
-        length, why = limit
-        note = f"no drafts for rows of {length} tokens and more ({why})"
-        if note not in self.session.notes:
-            self.session.notes.append(note)
+        self.note(f"no drafts for rows of {limit[0]} tokens and more ({limit[1]})")
+
+    def note(self, text: str) -> None:
+        """Adds to the call's notes, once."""
+        if text not in self.session.notes:
+            self.session.notes.append(text)
+            logger.info(f"{text}.")
 
     @property
     def acceptance_probs(self) -> list[list[float]]:
@@ -269,7 +277,7 @@ class CandidateGenerator(HfCandidateGenerator):
     @property
     def may_mask(self) -> bool:
         """Tells whether rows have grammars, whose masks are made on the host; others may join."""
-        sampler = None if self.session is None else self.session.sampler
+        sampler = None if self.session is None or not self.masks_drafts else self.session.sampler
         return sampler is not None and sampler.rows is not None and sampler.rows.has_grammar
 
     @property
@@ -291,7 +299,7 @@ class CandidateGenerator(HfCandidateGenerator):
         """The shape of drafts, or a chain as deep where the call can only have chains, which its notes then say."""
         if shape.is_chain or not (reason := self.chain_only_reason):
             return shape
-        self.session.notes.append(f"chains instead of trees: {reason}")
+        self.note(f"chains instead of trees: {reason}")
         return TokenTree.chain(shape.max_depth)
 
     def prefill(self, prompt: Prompt) -> None:

@@ -349,6 +349,7 @@ class OverTargetGenerator(NetworkGenerator):
     """
 
     steers_chains = True
+    masks_drafts = False
 
     def lent_slots(self, target: SlotModel, lengths: list[int]) -> Any:
         """The target's slots, whose rows have these lengths without what is new, as a [`Runner`] takes them."""
@@ -356,11 +357,6 @@ class OverTargetGenerator(NetworkGenerator):
 
     def shape(self) -> TokenTree:
         return TokenTree.chain(self.config.fixed_length or self.default_num_speculative_tokens)
-
-    @property
-    def may_mask(self) -> bool:
-        # Grammars steer its chains, as all processors do.
-        return False
 
     def propose(self, step: DraftStep) -> DraftTree:
         if self.session.target is None:

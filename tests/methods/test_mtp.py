@@ -144,7 +144,7 @@ def test_states_of_layers_whatever_was_accepted(num_layers, lengths, chunk_size,
 def test_modes_and_lengths():
     for num_layers, mode in ((3, "chain"), (1, "reuse")):
         generator = generator_for(random_mtp(num_layers))
-        assert ("chain" if generator.drafts_by_layer else "reuse", generator.num_speculative_tokens) == (mode, 3)
+        assert ("reuse" if generator.has_steps else "chain", generator.num_speculative_tokens) == (mode, 3)
     # A chain is no longer than the layers are many, and is all that some targets take.
     network, chains_only = random_mtp(3), Session(1, 100, CPU, supports_trees=False)
     generator = generator_for(network, num_speculative_tokens=5)

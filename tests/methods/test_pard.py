@@ -202,7 +202,7 @@ class TestTargetStates:
         resources = load(folder).resources
         states = {key: torch.randn(1, 3, 32) for key in KEYS["pard2"]}
         tokens = torch.tensor([[5, 7, 2]])
-        ours = resources.states.embed_projected(tokens, resources.states.of_prompt(states, [0], 3))
+        ours = resources.states.embed(tokens, states, [0])
         feature = torch.nn.functional.pad(torch.cat(list(states.values()), dim=-1)[:, :2], (0, 0, 1, 0))
         embeddings = resources.model.get_input_embeddings()(tokens)
         torch.testing.assert_close(ours, embeddings + 0.5 * (feature @ weight.T + bias), **CLOSE)

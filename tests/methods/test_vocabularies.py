@@ -20,6 +20,7 @@ from hf_specdec.candidate_generators.draft_model.vocabularies import (
     relation,
     shared_tokens,
 )
+from hf_specdec.drafts import DraftTree
 from hf_specdec.target import graphs
 from tests.helpers.chi_square import chi_square_pvalue
 from tests.helpers.distribution import P_VALUE, SETTINGS, exact_distribution, sampled_counts, small_model
@@ -211,8 +212,8 @@ def test_relations_to_the_targets_tokens(vocabularies):
     found = relation(target, draft, SIZES, "text", ["", ""])
     end = found.shared[target.tokenizer.eos_token_id]
     word = draft.ids[b" return"]
-    text = RowText(drafted=[word, end, word])
-    assert found._as_target(text) == [*target.encode(b" return"), target.tokenizer.eos_token_id]
+    written = found.draft(DraftTree.from_lists([[word, end, word]], "cpu"), [9], [RowText()])
+    assert written.token_lists()[0] == [*target.encode(b" return"), target.tokenizer.eos_token_id]
     # Fed drafts stay as far as the text agrees.
     drafted = draft.encode(b" return self.name\n")
     for num_accepted in (0, 1, 3):

@@ -30,10 +30,7 @@ class DFlashTraining(Options):
     head_decay: float = shared_option("head_decay", 0.87)
     kl_weight: float = shared_option("kl_weight", 0.0)
     reveal_share: float = setting(
-        0.0,
-        "Share of the blocks with a part of their tokens revealed, for several denoising steps.",
-        least=0,
-        most=1,
+        0.0, "Share of the blocks with a part of their tokens revealed, for several denoising steps.", least=0, most=1
     )
     num_denoising_steps: int | None = setting(
         None, "Forwards for a block that the draft asks for. Default: 1, or 3 with --reveal-share.", least=1

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -55,16 +55,10 @@ DFlashNetwork.reader_class = DFlashReader
 _MOST_MASKED_CHILDREN = 10
 
 
-class UsualTree(NamedTuple):
-    """Tree of drafts that were made for trees, where the settings name nothing, and the largest batch that has it."""
-
-    num_nodes: int
-    most_rows: int
-
-
-# By device type. Measured on a CPU; elsewhere half of JetSpec's own.
-USUAL_TREE = UsualTree(num_nodes=63, most_rows=4)
-USUAL_TREES = {"cpu": UsualTree(num_nodes=20, most_rows=1)}
+# Nodes of the tree of drafts that were made for trees, where the settings name nothing, and the largest batch that has
+# one, by device type. Measured on a CPU; elsewhere half of JetSpec's own.
+_USUAL_TREE = 63, 4
+_USUAL_TREES = {"cpu": (20, 1)}
 
 
 @dataclass(frozen=True)
@@ -98,8 +92,8 @@ class DFlashOptions(Options):
     num_draft_nodes: int | None = setting(
         None,
         "Nodes of the tree of the most probable prefixes of a block. 0 drafts the block as a chain. Default: a "
-        f"chain; for DFlash 2 and JetSpec drafts without a `num_speculative_tokens` {USUAL_TREES['cpu'].num_nodes} "
-        f"for a single row on a CPU, {USUAL_TREE.num_nodes} for up to {USUAL_TREE.most_rows} rows elsewhere.",
+        f"chain; for DFlash 2 and JetSpec drafts without a `num_speculative_tokens` {_USUAL_TREES['cpu'][0]} "
+        f"for a single row on a CPU, {_USUAL_TREE[0]} for up to {_USUAL_TREE[1]} rows elsewhere.",
         least=0,
         most=MAX_NODES,
         published=True,
@@ -209,16 +203,24 @@ class DFlashCandidateGenerator(NetworkGenerator):
         network, options = self.network, self.options
         self.head: HeadConfig = network.config.head
         self.target_hidden_states: tuple[int | str, ...] = network.target_hidden_states
-        self.mask_token_id: int = _mask_token_id(options, network)
+        self.mask_token_id: int = network.config.mask_token_id
+        if options.dflash_mask_token_id is not None:
+            check_mask_token(options.dflash_mask_token_id, network)
+            self.mask_token_id = options.dflash_mask_token_id
         self.block_size: int
         self.num_drafts: int  # of a block
         self.block_size, self.num_drafts = _sizes(self.config, network)
         self.num_steps: int = _num_steps(options, network)
-        self.threshold: float = _least_confidence(options, network)
+        self.threshold: float = options.draft_confidence_threshold
+        if self.threshold and not self.head.has_confidence:
+            raise SpecConfigError(
+                f"`draft_confidence_threshold`={self.threshold} needs a DSpark draft with a confidence head, and this "
+                'draft has none. Leave it out; num_speculative_tokens="auto" finds a length by what is accepted.'
+            )
         if self.samples_drafts and (self.num_steps > 1 or not self.head.draws):
             self.samples_drafts: bool | None = False
             reason = f"{self.head.what} has" if not self.head.draws else "several denoising steps have"
-            self.session.notes.append(f"draft tokens are chosen, not drawn: {reason} no distribution")
+            self.note(f"draft tokens are chosen, not drawn: {reason} no distribution")
         self.tree_budget: int = self._tree_budget()
         if not self.tree_budget:
             return TokenTree.chain(self.num_drafts)
@@ -232,16 +234,16 @@ class DFlashCandidateGenerator(NetworkGenerator):
         """Nodes of the trees; 0 for chains."""
         asked = self.options.num_draft_nodes
         if asked is None:
-            usual = USUAL_TREES.get(self.session.device.type, USUAL_TREE)
+            num_nodes, most_rows = _USUAL_TREES.get(self.session.device.type, _USUAL_TREE)
             names_chain = self.config.fixed_length is not None or self.num_steps > 1
-            if names_chain or self.chain_only_reason or self.session.batch_size > usual.most_rows:
+            if names_chain or self.chain_only_reason or self.session.batch_size > most_rows:
                 return 0
-            return usual.num_nodes if self.network.config.suits_trees else 0
-        reason = self.chain_only_reason or (
-            None if self.head.grows_trees else "the draft's tokens depend on each other"
-        )
+            return num_nodes if self.network.config.suits_trees else 0
+        reason = self.chain_only_reason
+        if reason is None and not self.head.grows_trees:
+            reason = "the draft's tokens depend on each other"
         if asked and reason:
-            self.session.notes.append(f"chains instead of trees: {reason}")
+            self.note(f"chains instead of trees: {reason}")
             return 0
         return asked
 
@@ -322,13 +324,6 @@ class DFlashCandidateGenerator(NetworkGenerator):
         return draft
 
 
-def _mask_token_id(options: DFlashOptions, network: DFlashNetwork) -> int:
-    if options.dflash_mask_token_id is None:
-        return network.config.mask_token_id
-    check_mask_token(options.dflash_mask_token_id, network)
-    return options.dflash_mask_token_id
-
-
 def _sizes(config: SpeculativeConfig, network: DFlashNetwork) -> tuple[int, int]:
     """Tokens of a block, and number of those that are drafted."""
     trained, named = network.config.block_size, config.options.dflash_block_size
@@ -355,17 +350,6 @@ def _sizes(config: SpeculativeConfig, network: DFlashNetwork) -> tuple[int, int]
     if named is None and length is not None:
         return trained - most + length, length
     return named or trained, length or most
-
-
-def _least_confidence(options: DFlashOptions, network: DFlashNetwork) -> float:
-    """Confidence with which a token is verified."""
-    least = options.draft_confidence_threshold
-    if least and not network.config.head.has_confidence:
-        raise SpecConfigError(
-            f"`draft_confidence_threshold`={least} needs a DSpark draft with a confidence head, and this draft has "
-            'none. Leave it out; num_speculative_tokens="auto" finds a length by what is accepted.'
-        )
-    return least
 
 
 def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:

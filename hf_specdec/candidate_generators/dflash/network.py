@@ -154,17 +154,14 @@ def default_layer_ids(num_layers: int, num_target_layers: int) -> tuple[int, ...
 
 
 class DFlashNetwork(DraftNetwork):
-    """A block drafter; embedding and lm_head that it shares are read where the target has them.
-
-    `target_hidden_states` are the keys of the states that `fuse` takes: i is what enters the target's decoder layer i,
-    "last" what leaves its final norm. `views` are what its layers see; `forward` takes a mask for each.
-    """
+    """A block drafter; embedding and lm_head that it shares are read where the target has them."""
 
     spec_method = "dflash"
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)
         normed = config.num_target_layers if config.head.reads_normed_states else None
+        # Of the states that `fuse` takes, see [`captured_states`].
         self._state_keys = tuple("last" if layer + 1 == normed else layer + 1 for layer in config.target_layer_ids)
         self.target_hidden_states: tuple[int | str, ...] = tuple(dict.fromkeys(self._state_keys))
         self._layer_views = tuple(map(config.view, range(config.num_hidden_layers)))
@@ -200,14 +197,12 @@ class DFlashNetwork(DraftNetwork):
     def attach(self, target_model: nn.Module) -> DFlashNetwork:
         """Reads from the target what the draft has none of its own of; mere copies of the target's are given up."""
         self._target = target = _ScaledParts(target_model, is_scaled=not self.config.head.has_own_scales)
-        if self.embed_tokens is not None and target.has_plain_embedding:
-            if is_copy(self.embed_tokens.weight, target.embedding.weight):
-                self.embed_tokens = None
-                self.config = replace(self.config, num_embeddings=None)
-        if self.lm_head is not None and self.token_ids is None and target.has_plain_head:
-            if is_copy(self.lm_head.weight, target.head.weight):
-                self.lm_head = None
-                self.config: DraftConfig = replace(self.config, own_head=False)
+        own, embedding = self.embed_tokens, target.embedding
+        if own is not None and type(embedding) is nn.Embedding and is_copy(own.weight, embedding.weight):
+            self.embed_tokens, self.config = None, replace(self.config, num_embeddings=None)
+        own = self.lm_head if self.token_ids is None else None
+        if own is not None and target.has_plain_head and is_copy(own.weight, target.head.weight):
+            self.lm_head, self.config = None, replace(self.config, own_head=False)
         return self
 
     # The text
@@ -299,13 +294,7 @@ class DFlashLayer(DecoderLayer):
             self.mlp_conv: BlockConvolution = BlockConvolution(config)
 
     def forward(
-        self,
-        stream: torch.Tensor,
-        angles: Any,
-        mask: Any,
-        cache: Any,
-        *,
-        block_size: int | None = None,
+        self, stream: torch.Tensor, angles: Any, mask: Any, cache: Any, *, block_size: int | None = None
     ) -> torch.Tensor:
         parts: dict[str, Any] = self._modules
         if "attention_conv" not in parts:
@@ -320,11 +309,7 @@ class DFlashLayer(DecoderLayer):
 
 
 class BlockConvolution(nn.Module):
-    """Convolution along each block before and after an operation, with kernels that depend on what is read.
-
-    A channel has its own taps, and shares what is added to them by position with its group. Before the anchor there
-    is nothing. A new one changes nothing.
-    """
+    """Convolution along each block before and after an operation, by what is read; a new one changes nothing."""
 
     def __init__(self, config: DFlashConfig):
         super().__init__()
@@ -369,10 +354,6 @@ class _ScaledParts(TargetParts):
         self._softcap = getattr(config, "final_logit_softcapping", None)
         factors = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
         self._scale = next(filter(None, factors), 1 / (getattr(config, "logits_scaling", None) or 1))
-
-    @property
-    def has_plain_embedding(self) -> bool:
-        return type(self.embedding) is nn.Embedding
 
     @property
     def has_plain_head(self) -> bool:

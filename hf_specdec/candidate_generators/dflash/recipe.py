@@ -214,10 +214,7 @@ def memory_before(network: DFlashNetwork, reading: Reading, anchors: torch.LongT
 
 
 def read_blocks(
-    network: DFlashNetwork,
-    context: LayerContext,
-    anchors: torch.LongTensor,
-    tokens: torch.LongTensor,
+    network: DFlashNetwork, context: LayerContext, anchors: torch.LongTensor, tokens: torch.LongTensor
 ) -> torch.Tensor:
     """The network's output `(B, A, S, h)` for blocks `(B, A, S)` at anchors `(B, A)`, each read as drafting does."""
     rows, count, size = tokens.shape
@@ -250,10 +247,7 @@ def _mask(
 
 
 def draft_blocks(
-    network: DFlashNetwork,
-    context: LayerContext,
-    reading: Reading,
-    anchors: torch.LongTensor,
+    network: DFlashNetwork, context: LayerContext, reading: Reading, anchors: torch.LongTensor
 ) -> torch.LongTensor:
     """Drafts the tokens `(B, A, K)` of the cycles at the anchors `(B, A)`, in as many steps as the draft has."""
     count, mask_token_id = network.config.num_drafts(network.config.block_size), network.config.mask_token_id

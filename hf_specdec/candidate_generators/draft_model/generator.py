@@ -60,12 +60,7 @@ from .vocabularies import RowText, SameTokens, is_one_tokenizer, load_tokenizer,
 
 
 class SourceReader:
-    """Sources of a target with an encoder, as a draft model sees them.
-
-    A draft model with the target's encoder, or a copy of it, takes what the target has read (distil-whisper keeps
-    Whisper's encoder), and so does a decoder that has none of its own (`WhisperForCausalLM`). One with another encoder
-    reads each source once.
-    """
+    """Sources of a target with an encoder: what that has read, or what a draft model with another encoder reads."""
 
     def __init__(self, draft_model: Any, target_model: Any):
         self.model = draft_model
@@ -85,6 +80,7 @@ class SourceReader:
                     f"{type(draft_model).__name__} has no encoder and reads states of {size} numbers, and the encoder "
                     f"of {type(target_model).__name__} returns {encoded}. Load the draft model with its own encoder."
                 )
+        # As distil-whisper with Whisper.
         self.shares_encoder: bool = self.has_encoder and have_same_encoder(draft_model, target_model)
 
     def missing(self, source: Source | None) -> str | None:
@@ -99,48 +95,40 @@ class SourceReader:
         if of_target is None or not (self.has_encoder or self._states_name):
             return None
         if self.has_encoder and not self.shares_encoder:
-            inputs = {"encoder_outputs": BaseModelOutput(self._encoded(of_target.encoder_inputs))}
-            mask = of_target.encoder_inputs.get("attention_mask")
+            encoder, read = self.model.get_encoder(), of_target.encoder_inputs
+            names = inspect.signature(encoder.forward).parameters
+            moved = {name: self._moved(value) for name, value in read.items() if name in names}
+            inputs = {"encoder_outputs": BaseModelOutput(encoder(**moved, return_dict=True)[0])}
         else:
-            states, mask = self._moved(of_target.states), of_target.inputs.get("attention_mask")
+            states, read = self._moved(of_target.states), of_target.inputs
             name = self._states_name or "encoder_outputs"
             inputs = {name: (states,) if name == "encoder_outputs" else states}
-        if mask is not None:
+        mask = read.get("attention_mask")
+        # Whisper's decoder sees all of its window.
+        if mask is not None and self._states_name != "encoder_outputs":
             inputs["attention_mask" if self.has_encoder else "encoder_attention_mask"] = self._moved(mask)
-        if self._states_name == "encoder_outputs":
-            # Whisper's decoder sees all of its window.
-            inputs.pop("encoder_attention_mask", None)
         return Source(inputs)
-
-    def _encoded(self, encoder_inputs: dict[str, torch.Tensor]) -> torch.Tensor:
-        """The encoder's output `(B, N, H)`."""
-        encoder = self.model.get_encoder()
-        names = inspect.signature(encoder.forward).parameters
-        inputs = {name: self._moved(value) for name, value in encoder_inputs.items() if name in names}
-        return encoder(**inputs, return_dict=True)[0]
 
     def _moved(self, values: torch.Tensor) -> torch.Tensor:
         return values.to(self.model.device, self.model.dtype if values.is_floating_point() else values.dtype)
 
 
 def have_same_encoder(draft_model: Any, target_model: Any) -> bool:
-    """Tells whether the encoders of two models are one, or copies of each other."""
+    """Tells whether the encoders of two models are one, or copies of each other; none that is offloaded is."""
     mine, other = draft_model.get_encoder(), target_model.get_encoder()
     if mine is other:
         return True
     weights, others = mine.state_dict(), other.state_dict()
-    is_alike = type(mine) is type(other) and weights.keys() == others.keys()
-    return is_alike and all(_are_equal(weights[name], others[name]) for name in weights)
-
-
-def _are_equal(mine: torch.Tensor, other: torch.Tensor) -> bool:
-    # What is offloaded cannot be compared.
-    are_here = "meta" not in (mine.device.type, other.device.type)
-    return are_here and (mine.shape, mine.dtype) == (other.shape, other.dtype) and mine.equal(other.to(mine.device))
+    if type(mine) is not type(other) or weights.keys() != others.keys():
+        return False
+    pairs = [(weight, others[name]) for name, weight in weights.items()]
+    are_alike = all((one.shape, one.dtype) == (copy.shape, copy.dtype) for one, copy in pairs)
+    are_here = not any(part.is_meta for pair in pairs for part in pair)
+    return are_alike and are_here and all(one.equal(copy.to(one.device)) for one, copy in pairs)
 
 
 def _states_name(model: Any) -> str | None:
-    """The argument through which a decoder without an encoder takes the states of one; `None` where it takes none."""
+    """The argument through which a decoder without an encoder takes states (`WhisperForCausalLM`); `None` for none."""
     names = inspect.signature(model.forward).parameters
     if "encoder_outputs" in names:
         return "encoder_outputs"
@@ -207,15 +195,6 @@ _LOADING = ("model", "revision", "code_revision", "subfolder", "cache_dir", "tru
 _LOADING += ("dtype", "device", "quantization")
 
 
-def _check_nothing_to_load(config: SpeculativeConfig) -> None:
-    settings = [f"`{name}`={getattr(config, name)!r}" for name in _LOADING if getattr(config, name)]
-    if settings:
-        raise SpecConfigError(
-            f"A loaded draft model was passed together with {', '.join(settings)}, which is about loading one. Pass "
-            "the model as you want it, or its name."
-        )
-
-
 @dataclass
 class DraftModel:
     """Outlives a call."""
@@ -236,11 +215,10 @@ def _ignored_settings(model: torch.nn.Module, config: SpeculativeConfig, adapts:
         values["num_assistant_tokens"] = None
     if config.options.confidence_threshold:
         values["assistant_confidence_threshold"] = None
-    ignored = [f"{name}={shown(value)}" for name, value in values.items() if value is not None]
-    if not ignored:
-        return None
-    here = dict.fromkeys(_SETTINGS_HERE[name] for name, value in values.items() if value is not None)
-    return f"the draft model's generation config has {', '.join(ignored)}, which is not read: set {', '.join(here)}"
+    values = {name: value for name, value in values.items() if value is not None}
+    ignored = ", ".join(f"{name}={shown(value)}" for name, value in values.items())
+    here = ", ".join(map(_SETTINGS_HERE.__getitem__, values))
+    return f"the draft model's generation config has {ignored}, which is not read: set {here}" if values else None
 
 
 def _first_token(config: PreTrainedConfig) -> int:
@@ -260,6 +238,7 @@ class DraftModelCandidateGenerator(NetworkGenerator):
     most_speculative_tokens: int | None = 12
     default_sample_method = "probabilistic"
     steers_chains = True
+    masks_drafts = False
     rates_tokens = True
     loaded_by: ClassVar[tuple[str, ...]] = (
         *_LOADING,
@@ -280,8 +259,11 @@ class DraftModelCandidateGenerator(NetworkGenerator):
         if draft_model is None:
             draft_model = load_draft_model(config, target_model)
             location = checkpoint_location(config)
-        else:
-            _check_nothing_to_load(config)
+        elif settings := [f"`{name}`={getattr(config, name)!r}" for name in _LOADING if getattr(config, name)]:
+            raise SpecConfigError(
+                f"A loaded draft model was passed together with {', '.join(settings)}, which is about loading one. "
+                "Pass the model as you want it, or its name."
+            )
         with nullcontext() if location is None else checkpoint_errors(config.model):
             model_profile(draft_model, role="draft model")
             if location is not None and not draft_model.config.is_encoder_decoder:
@@ -290,13 +272,13 @@ class DraftModelCandidateGenerator(NetworkGenerator):
                     draft_model(torch.zeros((1, 2), dtype=torch.long, device=draft_model.device))
             sources = SourceReader(draft_model, target_model)
             names = target_model.config.name_or_path, draft_model.config.name_or_path
-            is_same = config.options.draft_vocabulary == "same" or (
-                config.options.draft_tokenizer is None and is_one_tokenizer(*names)
-            )
+            options = config.options
+            is_known = options.draft_tokenizer is None and is_one_tokenizer(*names)
+            is_same = options.draft_vocabulary == "same" or is_known
             if tokenizers is None and not is_same:
                 tokenizers = load_tokenizer(names[0]), draft_tokenizer(config, names[1], location)
-            vocabularies = match_vocabularies(draft_model, target_model, config.options.draft_vocabulary, tokenizers)
-            mask_token, states, unread = mask_token_of(draft_model, config.options.parallel_drafting), None, None
+            vocabularies = match_vocabularies(draft_model, target_model, options.draft_vocabulary, tokenizers)
+            mask_token, states, unread = mask_token_of(draft_model, options.parallel_drafting), None, None
             if mask_token is not None:
                 states, unread = load_target_states(config, draft_model, target_model)
             if states is not None and not vocabularies.is_one:
@@ -319,17 +301,16 @@ class DraftModelCandidateGenerator(NetworkGenerator):
 
     def __init__(self, config: SpeculativeConfig, resources: DraftModel, session: Session):
         model = resources.model
-        size = config.options.draft_vocabulary_size
-        vocabularies = resources.vocabularies
+        size, vocabularies = config.options.draft_vocabulary_size, resources.vocabularies
         self.vocabularies: SameTokens = vocabularies if size is None else vocabularies.shortened(size)
         self.mask_token: int | None = resources.mask_token
         self.states: TargetStates | None = resources.states
         if self.states is not None:
             self.target_hidden_states: tuple[int | str, ...] = self.states.keys
-        self.has_steps: bool = self.mask_token is None
         self.drafts_whole: bool = self.mask_token is not None
+        self.has_steps: bool = not self.drafts_whole
         super().__init__(config, resources, session)
-        stops = session.adapts and self.mask_token is None and not self.samples_drafts
+        stops = session.adapts and self.has_steps and not self.samples_drafts
         usual, threshold = _THRESHOLDS.get(self.device.type, 0.0) if stops else 0.0, self.options.confidence_threshold
         self.threshold: float = usual if threshold is None else threshold
         self._sources: SourceReader = resources.sources
@@ -345,7 +326,7 @@ class DraftModelCandidateGenerator(NetworkGenerator):
         )
         ignored = _ignored_settings(model, config, session.adapts)
         for note in filter(None, (ignored, self.vocabularies.note, resources.note)):
-            self._note(note)
+            self.note(note)
         slots = slot_model(model, SlotCache(0))
         slots.num_logits = size
         slots.max_position = None if self._longest is None else self._longest[0] - 1
@@ -361,25 +342,15 @@ class DraftModelCandidateGenerator(NetworkGenerator):
     def asks_to_sample(self) -> bool:
         return self.vocabularies.drafts_target_tokens and super().asks_to_sample
 
-    @property
-    def may_mask(self) -> bool:
-        # Grammars steer its chains, as all processors do.
-        return False
-
     def _is_steered(self, rows: list[int]) -> bool:
         return self.vocabularies.drafts_target_tokens and super()._is_steered(rows)
-
-    def _note(self, text: str) -> None:
-        if text not in self.session.notes:
-            self.session.notes.append(text)
-            logger.info(f"{text}.")
 
     # The text
 
     def prefill(self, prompt: Prompt) -> None:
         model, state = self.state.slots.model, self.state
         if missing := self._sources.missing(prompt.source):
-            self._note(f"no drafts: the draft model's own encoder reads `{missing}`, which the call does not have")
+            self.note(f"no drafts: the draft model's own encoder reads `{missing}`, which the call does not have")
             self._has_stopped = True
             return
         count = len(prompt.starts)
@@ -401,7 +372,7 @@ class DraftModelCandidateGenerator(NetworkGenerator):
         model.cache.capacity = length + room + 2 * self.num_speculative_tokens + 1
         tokens = tokens.to(self.device)
         if self.states is not None:
-            tokens = self.states.embed_projected(tokens, self.states.of_prompt(prompt.hidden_states, starts, length))
+            tokens = self.states.embed(tokens, prompt.hidden_states, starts)
         if self._longest is not None:
             # Nothing will be drafted for rows that are too long; of these it reads what it can.
             starts = [max(start, length - self._longest[0]) for start in starts]
@@ -441,7 +412,7 @@ class DraftModelCandidateGenerator(NetworkGenerator):
         if model.profile.counts_slots and len(set(ends)) > 1:
             # A draft that takes slots for positions would misread them.
             name = type(model.model).__name__
-            self._note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
+            self.note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
             self._has_stopped = True
             return [0] * len(depths)
         if self._longest is None:

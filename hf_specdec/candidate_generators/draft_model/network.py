@@ -43,11 +43,6 @@ from .vocabularies import load_tokenizer
 PROJECTION_FILE = "warp_model.bin"
 
 
-def reads_target(config: Any) -> bool:
-    """Tells PARD-2 models, which read states of the target, by their config: one of transformers."""
-    return bool(getattr(config, "pard2", False)) or getattr(config, "spd_type", None) == "pard2"
-
-
 class DraftModelReader(CheckpointReader):
     """A causal language model, or one with an encoder, which transformers loads."""
 
@@ -138,7 +133,10 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
     """Loads `config.model` in the target's dtype, on its device, unless the settings say otherwise."""
     with checkpoint_errors(name := named_checkpoint(config)):
         weights = _checked_weights(RepoFiles.of(config))
-        arguments = {"use_safetensors": not is_pickled(weights), **_loading_arguments(config, target_model)}
+        arguments = {"dtype": config.dtype or target_model.dtype, "use_safetensors": not is_pickled(weights)}
+        if config.quantization:
+            compute_dtype = target_model.dtype if config.dtype in (None, "auto") else config.dtype
+            arguments["quantization_config"] = quantization_config(config.quantization, compute_dtype)
         device = draft_device(config, target_model)
         model = _from_pretrained(name, weights, checkpoint_location(config), arguments, target_model, device)
         check_four_bits(model, name)
@@ -147,10 +145,7 @@ def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Mod
 
 
 def mask_token_of(model: torch.nn.Module, wanted: bool | None = None) -> int | None:
-    """The mask token of a PARD model (`pard_token`); `None` for a model that drafts one token after the other.
-
-    The settings may want masks, or none.
-    """
+    """The mask token of a PARD model (`pard_token`), unless none is wanted; `None` for a model that has none."""
     if wanted is False:
         return None
     token = getattr(model.config.get_text_config(decoder=True), "pard_token", None)
@@ -182,7 +177,7 @@ def _checked_weights(files: RepoFiles) -> str:
                 f"'{files.name}' has none of the weight files that are read: {', '.join(WEIGHT_FILES)}. Pass a "
                 "complete causal language model, and name it as `spec_model` where its weights are pickled."
             )
-        _check_sizes(files, weights, TensorTable(files, weights))
+        _check_sizes(files, weights)
         for part in shards_of(files, weights):
             files.path(part)
             read_header(files, part)
@@ -191,8 +186,10 @@ def _checked_weights(files: RepoFiles) -> str:
                 f"'{files.name}' holds an adapter (adapter_config.json), and transformers would load the model "
                 "that it names in the place of this one. Merge the adapter, and pass the whole model."
             )
-        for name in filter(_is_read_along, files.sizes if files.folder is not None else ()):
-            files.path(name)
+        for name in files.sizes if files.folder is not None else ():
+            # What transformers may read beside the weights: settings, tokenizer, code, adapters.
+            if name.endswith((".json", ".jinja", ".model", ".py", ".txt")) or name.startswith("adapter_"):
+                files.path(name)
     except CheckpointFormatError as error:
         raise type(error)(f"The draft model {error}") from error
     return weights
@@ -205,14 +202,13 @@ _WIDTHS = re.compile(
 )
 
 
-def _check_sizes(files: RepoFiles, weights: str, tensors: TensorTable | None) -> None:
+def _check_sizes(files: RepoFiles, weights: str) -> None:
     """Refuses a config whose model would be far larger than its files, before it is downloaded and built."""
     sizes = [files.sizes.get(part) for part in shards_of(files, weights)]
     if None in sizes:
         # Not all of it is in the cache, which is said where it is read.
         return
-    num_bytes = sum(sizes)
-    num_tensors = num_bytes if tensors is None else len(tensors)
+    num_bytes, num_tensors = sum(sizes), len(TensorTable(files, weights))
     for name, value in _integers(files.config):
         key = name.rpartition(".")[2]
         # An element has at least four bits, and a layer a tensor.
@@ -240,16 +236,11 @@ def _integers(config: Any, place: str = "") -> Iterator[tuple[str, int]]:
             yield from _integers(value, name)
 
 
-def _is_read_along(name: str) -> bool:
-    """Tells files that transformers may read beside the weights: settings, tokenizer, code, adapters."""
-    return name.endswith((".json", ".jinja", ".model", ".py", ".txt")) or name.startswith("adapter_")
-
-
 def checkpoint_location(config: Any) -> dict[str, Any]:
     """Arguments of `from_pretrained` that say where in a repository a checkpoint and its tokenizer lie."""
-    location = {"trust_remote_code": config.trust_remote_code, "local_files_only": config.local_files_only}
     places = {name: getattr(config, name) for name in ("revision", "code_revision", "subfolder", "cache_dir", "token")}
-    return location | {name: value for name, value in places.items() if value not in (None, "")}
+    location = {name: value for name, value in places.items() if value not in (None, "")}
+    return location | {"trust_remote_code": config.trust_remote_code, "local_files_only": config.local_files_only}
 
 
 def draft_tokenizer(
@@ -259,12 +250,10 @@ def draft_tokenizer(
     named = getattr(config.options, "draft_tokenizer", None)
     if named is None:
         return load_tokenizer(beside, location)
-    # The others say where in the draft model's repository something is.
-    access = {
-        name: value
-        for name, value in checkpoint_location(config).items()
-        if name not in ("revision", "code_revision", "subfolder")
-    }
+    access = checkpoint_location(config)
+    for name in ("revision", "code_revision", "subfolder"):
+        # Of the draft model's repository.
+        access.pop(name, None)
     tokenizer = load_tokenizer(named, access)
     if tokenizer is None:
         raise SpecConfigError(
@@ -272,14 +261,6 @@ def draft_tokenizer(
             "that has one, or pass both tokenizers to generate() as `tokenizer` and `assistant_tokenizer`."
         )
     return tokenizer
-
-
-def _loading_arguments(config: Any, target_model) -> dict[str, Any]:
-    arguments = {"dtype": target_model.dtype if config.dtype is None else config.dtype}
-    if config.quantization:
-        compute_dtype = target_model.dtype if config.dtype in (None, "auto") else config.dtype
-        arguments["quantization_config"] = quantization_config(config.quantization, compute_dtype)
-    return arguments
 
 
 def auto_model_class(model_config: Any) -> Any:
@@ -309,9 +290,8 @@ def _from_pretrained(
         if model_config.is_encoder_decoder and not target_model.config.is_encoder_decoder:
             raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
         model_class = auto_model_class(model_config)
-        is_packed = (
-            "quantization_config" in arguments or getattr(model_config, "quantization_config", None) is not None
-        )
+        own_packing = getattr(model_config, "quantization_config", None)
+        is_packed = "quantization_config" in arguments or own_packing is not None
         if is_packed:
             # Packed weights cannot always be moved.
             arguments = {**arguments, "device_map": {"": device}}
@@ -350,12 +330,7 @@ class TargetStates:
     """States of the target that a draft model reads beside the tokens (PARD-2, An et al. 2026, arXiv:2605.08632).
 
     The embedding of each token gets `scale * target_proj(states)` added: the states from which the target predicted
-    the token, those after several layers side by side. The first token of a text has none, zeros in their place. Masks
-    have those of the anchor.
-
-    Checkpoint: a PARD model and beside it `warp_model.bin` with `target_proj.weight` (h, L * H) and, where
-    `pard2_proj_bias` says so, `target_proj.bias` (h,). Its config has `pard2_target_layers`, the L indices of
-    transformers' `hidden_states`; `pard2_scale`; `pard2_target_dim` (L * H).
+    the token, those after several layers side by side. The first token of a text has none; masks have the anchor's.
     """
 
     def __init__(
@@ -371,35 +346,31 @@ class TargetStates:
         self._bias: torch.Tensor | None = None if bias is None else bias * scale
         self._embedding = embedding
 
-    def projected(self, states: Mapping[int | str, torch.Tensor]) -> torch.Tensor:
-        """What the states of tokens `(B, T, H)` add to the embeddings, without the bias: `(B, T, h)`."""
+    def embed(
+        self,
+        tokens: torch.LongTensor,
+        states: Mapping[int | str, torch.Tensor],
+        starts: Sequence[int] | None = None,
+    ) -> torch.Tensor:
+        """Embeddings `(B, T, h)` of tokens, with what their states `(B, T, H)` add.
+
+        Of left-padded prompts, which begin at `starts`, the states are those after their last tokens, not before.
+        """
         parts = zip(self.keys, self._parts)
-        return sum(F.linear(states[key].to(part.device, part.dtype), part) for key, part in parts)
-
-    def of_prompt(self, states: Mapping[int | str, torch.Tensor], starts: Sequence[int], length: int) -> torch.Tensor:
-        """Those of left-padded prompts that begin at `starts`, `(B, length, h)`, by states of their last tokens."""
-        projected = self.projected(states)
-        shifted = F.pad(projected[:, :-1], (0, 0, length + 1 - projected.shape[1], 0))
-        has_none = torch.arange(length, device="cpu") <= torch.tensor(starts, device="cpu")[:, None]
-        return shifted.masked_fill(has_none.to(shifted.device)[..., None], 0)
-
-    def embed(self, tokens: torch.LongTensor, states: Mapping[int | str, torch.Tensor]) -> torch.Tensor:
-        """Embeddings `(B, T, h)` of tokens, with what their states `(B, T, H)` add."""
-        return self.embed_projected(tokens, self.projected(states))
-
-    def embed_projected(self, tokens: torch.LongTensor, projected: torch.Tensor) -> torch.Tensor:
-        """Those with what has been projected `(B, T, h)`."""
+        projected = sum(F.linear(states[key].to(part.device, part.dtype), part) for key, part in parts)
+        if starts is not None:
+            length = tokens.shape[1]
+            has_none = torch.arange(length, device="cpu") <= torch.tensor(starts, device="cpu")[:, None]
+            projected = F.pad(projected[:, :-1], (0, 0, length + 1 - projected.shape[1], 0))
+            projected = projected.masked_fill(has_none.to(projected.device)[..., None], 0)
         return self._embedding(tokens) + (projected if self._bias is None else projected + self._bias)
 
 
 def load_target_states(
     config: SpeculativeConfig, draft_model: Any, target_model: Any
 ) -> tuple[TargetStates | None, str | None]:
-    """The projection of a PARD-2 checkpoint, `None` where none fits; and why it is not read, if it should be.
-
-    Without it such a model drafts as PARD does, and fewer of its drafts are accepted.
-    """
-    if not reads_target(draft_model.config):
+    """The projection of a PARD-2 checkpoint, without which it drafts as PARD does; and why it is not read, if so."""
+    if not (getattr(draft_model.config, "pard2", False) or getattr(draft_model.config, "spd_type", None) == "pard2"):
         return None, None
     if config.model is None:
         return None, f"{PROJECTION_FILE} lies beside models that are passed by their name"

@@ -94,21 +94,13 @@ class Vocabulary:
         special = set(tokenizer.all_special_ids) | {index for index, token in added.items() if token.special}
         spell = _speller(tokenizer, table)
         self.texts: dict[int, bytes] = {}  # of each token that is no special one
-        # Of several tokens a whole one before a single byte of a fallback, and then the first.
         self.ids: dict[bytes, int] = {}
-        single_bytes: list[tuple[bytes, int]] = []
-        for token, index in sorted(table.items(), key=lambda item: item[1]):
-            if index in special:
-                continue
-            text = str(added[index]).encode() if index in added else spell(token)
-            if text:
+        single_bytes = {index for token, index in table.items() if isinstance(token, str) and _BYTE.fullmatch(token)}
+        # Of several tokens a whole one before a single byte of a fallback, and then the first.
+        for token, index in sorted(table.items(), key=lambda item: (item[1] in single_bytes, item[1])):
+            if index not in special and (text := str(added[index]).encode() if index in added else spell(token)):
                 self.texts[index] = text
-                if isinstance(token, str) and _BYTE.fullmatch(token):
-                    single_bytes.append((text, index))
-                else:
-                    self.ids.setdefault(text, index)
-        for text, index in single_bytes:
-            self.ids.setdefault(text, index)
+                self.ids.setdefault(text, index)
         self.special: dict[str, int] = {str(token): index for token, index in table.items() if index in special}
         roles = {name: getattr(tokenizer, name, None) for name in _ROLES}
         self.roles: dict[str, int] = {name: index for name, index in roles.items() if index is not None}
@@ -137,15 +129,11 @@ class Vocabulary:
         return b"".join(self.texts.get(token, b"") for token in tokens)
 
     def encode(self, text: bytes, before: bytes = b"") -> list[int]:
-        """Tokens of a text that follows another one, segmented as the tokenizer does where that is possible.
-
-        A text may begin and end inside of a character; bytes that no token has are left out.
-        """
+        """Tokens of a text after another one, as the tokenizer segments it; both may end inside of a character."""
         if not text:
             return []
-        before = before[-CONTEXT_BYTES:]
-        while before and 0x80 <= before[0] < 0xC0:
-            before = before[1:]
+        # From the beginning of a character on.
+        before = before[-CONTEXT_BYTES:].lstrip(bytes(range(0x80, 0xC0)))
         whole = before + text
         try:
             readable = whole.decode()
@@ -172,8 +160,8 @@ class Vocabulary:
         """Tokens of a text, the longest one that fits at each place."""
         tokens, place = [], 0
         while place < len(text):
-            fitting = (size for size in self._lengths if text[place : place + size] in self.ids)
-            size = next((size for size in fitting if size <= len(text) - place), 0)
+            sizes = (size for size in self._lengths if size <= len(text) - place)
+            size = next((size for size in sizes if text[place : place + size] in self.ids), 0)
             if size:
                 tokens.append(self.ids[text[place : place + size]])
             place += size or 1
@@ -191,8 +179,7 @@ def _speller(tokenizer: PreTrainedTokenizerBase, table: dict[Any, int]) -> Calla
     elif "WordPiece" in kinds:
         spell = _word_piece
     elif "BPEDecoder" in kinds:
-        suffix = next(part.get("suffix", "</w>") for part in parts if part.get("type") == "BPEDecoder")
-        spell = partial(_with_ends, suffix=suffix)
+        spell = partial(_with_ends, next(part.get("suffix", "</w>") for part in parts if part["type"] == "BPEDecoder"))
     elif "Metaspace" in kinds or _MARKER in replaced or (not kinds and any(_MARKER in str(token) for token in table)):
         spell = _marked
     else:
@@ -212,7 +199,7 @@ def _word_piece(token: str) -> bytes:
     return (token[2:] if token.startswith("##") else f" {token}").encode()
 
 
-def _with_ends(token: str, suffix: str) -> bytes:
+def _with_ends(suffix: str, token: str) -> bytes:
     return token.replace(suffix, " ").encode()
 
 
@@ -227,8 +214,6 @@ def _decoders(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield from _decoders(part)
 
 
-logger = logging.get_logger(__name__)
-
 # Part of the target's vocabulary that both must have for drafts among these tokens: of a third of it fewer drafts are
 # accepted than of re-encoded text.
 LEAST_SHARED = 0.5
@@ -242,26 +227,27 @@ class RowText:
     end: bytes = b""  # of the text
 
 
+@dataclass(eq=False)
 class SameTokens:
     """One tokenizer, whose vocabulary may be padded to different widths."""
 
-    is_one = True  # both have the same tokens
-    drafts_target_tokens = True  # drafts are chosen from logits in the target's vocabulary
-    note: str | None = None  # for the statistics
+    target_size: int  # V
+    draft_size: int  # W
+    readable: int  # rows of the draft's embedding: it can read the ids below
 
-    def __init__(self, target_size: int, draft_size: int, readable: int):
-        self.target_size: int = target_size  # V
-        self.num_drafted: int = target_size  # the first so many tokens may be drafted
-        self.draft_size: int = draft_size  # W
-        self.readable: int = readable  # rows of the draft's embedding: it can read the ids below
+    is_one: ClassVar[bool] = True  # both have the same tokens
+    drafts_target_tokens: ClassVar[bool] = True  # drafts are chosen from logits in the target's vocabulary
+
+    def __post_init__(self) -> None:
+        self.num_drafted: int = self.target_size  # the first so many tokens may be drafted
+        self.note: str | None = None  # for the statistics
 
     def prompts(self, prompt: Prompt) -> tuple[torch.LongTensor, list[int], list[RowText]]:
         """Prompts as the draft reads them: left-padded tokens `(B, P)`, the first one of each row, and the rest."""
         return self.inputs(prompt.input_ids), prompt.starts, [RowText() for _ in prompt.starts]
 
     def inputs(self, tokens: torch.LongTensor) -> torch.LongTensor:
-        """Target tokens of any shape as the draft reads them; those that it lacks are replaced, at the cost of some
-        acceptance."""
+        """Target tokens of any shape as the draft reads them; what it lacks is replaced, and less is accepted."""
         return tokens.masked_fill(tokens >= self.readable, 0) if self.readable < self.target_size else tokens
 
     @property
@@ -306,54 +292,43 @@ class SameTokens:
         return kept, [token if token < self.readable else 0 for token in tokens[kept:]]
 
 
+@dataclass(eq=False)
 class OtherTokens(SameTokens):
     """Two tokenizers: texts are segmented anew."""
 
-    is_one = False
+    target: Vocabulary
+    draft_side: Vocabulary
+    shared: dict[int, int]  # by target token the draft's with the same bytes, or of the same role
+
+    is_one: ClassVar[bool] = False
     drafts_are: ClassVar[str]  # in the note
 
-    def __init__(
-        self,
-        target_size: int,
-        draft_size: int,
-        readable: int,
-        target: Vocabulary,
-        draft: Vocabulary,
-        shared: dict[int, int],  # by target token the draft's with the same bytes, or of the same role
-    ):
-        super().__init__(target_size, draft_size, readable)
-        self.target: Vocabulary = target
-        self.draft_side: Vocabulary = draft
-        self.shared: dict[int, int] = shared
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.note: str | None = (
-            f"draft and target have different tokenizers: drafts are {self.drafts_are}, {len(shared)} tokens are in "
-            f"both (of the target's {len(target)}, the draft's {len(draft)})"
+            f"draft and target have different tokenizers: drafts are {self.drafts_are}, {len(self.shared)} tokens are "
+            f"in both (of the target's {len(self.target)}, the draft's {len(self.draft_side)})"
         )
 
     def prompts(self, prompt: Prompt) -> tuple[torch.LongTensor, list[int], list[RowText]]:
         texts = [RowText() for _ in prompt.starts]
-        rows = [self._begun(self._read(text, tokens)) for text, tokens in zip(texts, prompt.token_lists)]
+        rows = [self._read(text, tokens) for text, tokens in zip(texts, prompt.token_lists)]
+        # As the draft's tokenizer begins every text.
+        opening = self.draft_side.opening
+        rows = [(row if row[: len(opening)] == opening else opening + row) or [0] for row in rows]
         longest = max(map(len, rows))
         starts = [longest - len(row) for row in rows]
         padded = [[0] * start + row for start, row in zip(starts, rows)]
         return torch.tensor(padded, device="cpu"), starts, texts
 
-    def _begun(self, tokens: list[int]) -> list[int]:
-        """A prompt that begins as the draft's tokenizer begins every text."""
-        opening = self.draft_side.opening
-        return (tokens if tokens[: len(opening)] == opening else opening + tokens) or [0]
-
     def _read(self, text: RowText, tokens: list[int]) -> list[int]:
         """Target tokens that go on with a text, in the draft's segmentation; special ones by name or role."""
-        read: list[int] = []
-        unread = b""
+        read, unread = [], b""
         for token in tokens:
-            ordinary = self.target.texts.get(token)
-            if ordinary is not None:
+            if (ordinary := self.target.texts.get(token)) is not None:
                 unread += ordinary
                 continue
-            read += self._encoded(text, unread)
-            unread = b""
+            read, unread = read + self._encoded(text, unread), b""
             if token in self.shared:
                 read.append(self.shared[token])
                 text.end = b""
@@ -370,8 +345,8 @@ class SharedTokens(OtherTokens):
 
     drafts_are = "of the shared tokens"
 
-    def __init__(self, *sizes_and_vocabularies: Any):
-        super().__init__(*sizes_and_vocabularies)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         # The draft's logit of each target token; where there is none, one that is added after the last.
         self._sources = torch.full((self.target_size,), self.draft_size)
         self._sources[list(self.shared)] = torch.tensor(list(self.shared.values()))
@@ -410,8 +385,8 @@ class ReencodedText(OtherTokens):
     drafts_target_tokens = False
     drafts_are = "re-encoded as text"
 
-    def __init__(self, *sizes_and_vocabularies: Any):
-        super().__init__(*sizes_and_vocabularies)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self._ends = {drafted: token for token, drafted in self.shared.items() if drafted not in self.draft_side.texts}
 
     @property
@@ -427,18 +402,15 @@ class ReencodedText(OtherTokens):
     def draft(self, draft: DraftTree, depths: list[int], texts: list[RowText]) -> DraftTree:
         # Waits for the device: the tokenizer is on the host.
         drafts = []
-        for text, tokens, depth in zip(texts, draft.token_lists(), depths):
-            text.drafted = tokens
-            drafts.append(self._as_target(text)[:depth])
+        for text, drafted, depth in zip(texts, draft.token_lists(), depths):
+            text.drafted = drafted
+            # Up to the first special one, which may be an end that both have.
+            ordinary = self._ordinary(drafted, self.draft_side)
+            tokens = self.target.encode(self.draft_side.text(ordinary), text.end)
+            tokens += [self._ends[token] for token in drafted[len(ordinary) :][:1] if token in self._ends]
+            # A tokenizer may have more tokens than its model.
+            drafts.append(list(takewhile(lambda token: token < self.target_size, tokens))[:depth])
         return DraftTree.from_lists(drafts, draft.tokens.device)
-
-    def _as_target(self, text: RowText) -> list[int]:
-        """A row's draft in the target's tokens, up to the first special one, which may be an end that both have."""
-        ordinary = self._ordinary(text.drafted, self.draft_side)
-        tokens = self.target.encode(self.draft_side.text(ordinary), text.end)
-        tokens += [self._ends[token] for token in text.drafted[len(ordinary) :][:1] if token in self._ends]
-        # A tokenizer may have more tokens than its model.
-        return list(takewhile(lambda token: token < self.target_size, tokens))
 
     @staticmethod
     def _ordinary(tokens: list[int], side: Vocabulary) -> list[int]:
@@ -468,12 +440,7 @@ def match_vocabularies(
     mapping: str = "auto",
     tokenizers: tuple[PreTrainedTokenizerBase | None, PreTrainedTokenizerBase | None] | None = None,
 ) -> SameTokens:
-    """The relation of a draft model's vocabulary to the target's, by their tokenizers (`None`: they are the same).
-
-    The tokenizers are compared where they are known. The sizes alone prove nothing: padded vocabularies of one
-    tokenizer differ in size, and different tokenizers may agree in it. Of different ones `mapping` is "shared_tokens",
-    "text", or "auto", by the size of what both have.
-    """
+    """The relation of a draft model's vocabulary to the target's; tokenizers of `None` are known to be the same."""
     readable = num_embeddings(draft_model.get_input_embeddings())
     sizes = vocabulary_size(target_model), vocabulary_size(draft_model), readable
     if tokenizers is None:
@@ -483,6 +450,7 @@ def match_vocabularies(
             return SameTokens(*sizes)
         names = [model.config.name_or_path for model in (target_model, draft_model)]
         return relation(*map(Vocabulary, tokenizers), sizes, mapping, names)
+    # Padded vocabularies of one tokenizer differ in size, and different tokenizers may agree in it.
     if sizes[0] != sizes[1]:
         raise CheckpointFormatError(
             f"Target and draft model have vocabularies of {sizes[0]} and {sizes[1]} tokens, and no tokenizer was found"
@@ -519,17 +487,13 @@ def relation(
 
 def shared_tokens(target: Vocabulary, draft: Vocabulary) -> dict[int, int]:
     """By target token the draft's token: of the same bytes, or special and of the same name or role. One to one."""
-    pairs = [
-        *((target.ids[text], draft.ids[text]) for text in target.ids.keys() & draft.ids.keys()),
-        *((target.special[text], draft.special[text]) for text in target.special.keys() & draft.special.keys()),
-        *((target.roles[role], draft.roles[role]) for role in target.roles.keys() & draft.roles.keys()),
-    ]
     shared: dict[int, int] = {}
     taken: set[int] = set()
-    for token, drafted in pairs:
-        if token not in shared and drafted not in taken:
-            shared[token] = drafted
-            taken.add(drafted)
+    for mine, other in ((target.ids, draft.ids), (target.special, draft.special), (target.roles, draft.roles)):
+        for name in mine.keys() & other.keys():
+            if mine[name] not in shared and other[name] not in taken:
+                shared[mine[name]] = other[name]
+                taken.add(other[name])
     return shared
 
 

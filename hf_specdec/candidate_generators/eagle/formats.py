@@ -111,10 +111,7 @@ class EagleConfig(DraftConfig):
             }
         if self.mask_token_id is not None:
             proposal = {"proposal_type": "greedy", "speculative_tokens": self.num_parallel_tokens}
-            config |= {
-                "mask_token_id": self.mask_token_id,
-                "speculators_config": {"proposal_methods": [proposal]},
-            }
+            config |= {"mask_token_id": self.mask_token_id, "speculators_config": {"proposal_methods": [proposal]}}
         return config
 
 

@@ -46,10 +46,7 @@ class EagleOptions(ExtrapolationOptions):
 
 
 class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
-    """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape.
-
-    With P-EAGLE heads it is a [`ParallelEagleCandidateGenerator`].
-    """
+    """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape."""
 
     options_class = EagleOptions
     default_num_speculative_tokens = 4
@@ -85,12 +82,7 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
 
 
 class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
-    """Drafts chains with P-EAGLE heads (Hui et al. 2026, arXiv:2602.01469), all tokens from one forward.
-
-    The places of the tokens that are not known are entries of their own, each with the mask token and a state that was
-    trained in the place of the target's. They follow the new entries of their row, see all that is before them, and
-    are forgotten. The tokens do not depend on each other.
-    """
+    """Drafts chains with P-EAGLE heads (Hui et al. 2026, arXiv:2602.01469), all tokens from one forward."""
 
     has_steps = False
     drafts_whole = True
@@ -107,6 +99,7 @@ class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
 
 def masked_logits(slots: DraftEntries, new: Entries, mask_state: torch.Tensor, count: int) -> torch.Tensor:
     """Reads and keeps new entries; logits `(R, count, U)` after the last one of each row and at masks after it."""
+    # Masks see all that is before them, and are forgotten; a state was trained in the place of the target's.
     ends = upload(new.counts, slots.device)[:, None]
     hidden = F.pad(slots.states_of(new), (0, 0, 0, count - 1))
     tokens = F.pad(new.tokens.to(slots.device), (0, count - 1))

@@ -55,12 +55,7 @@ class EaglePlan(NamedTuple):
 
 
 class EagleNetwork(DraftNetwork):
-    """An EAGLE head; `Eagle1Network` or `Eagle3Network`.
-
-    The state dict has the names of the published files, with `layers.0` for EAGLE-3's `midlayer`. Embedding and
-    lm_head that a head shares are read where the target has them. `target_hidden_states` are the keys of the states
-    that `fuse` takes, see [`captured_states`], and `spans` how far back its layers look, each once.
-    """
+    """An EAGLE head, `Eagle1Network` or `Eagle3Network`. What it shares is read where the target has it."""
 
     reader_class: ClassVar[type[EagleReader]] = EagleReader
     feeds_normed: ClassVar[bool] = False  # what is fed back has gone through the final norm, whatever the config says
@@ -68,22 +63,17 @@ class EagleNetwork(DraftNetwork):
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
+        # Keys of the states that `fuse` takes, see [`captured_states`].
         self.target_hidden_states: tuple[int | str, ...] = config.aux_layer_ids or ("last",)
-        self._layer_spans = tuple(
-            FULL
-            if config.sliding_window is None or index in config.full_layers
-            else Span("sliding", config.sliding_window)
-            for index in range(config.num_hidden_layers)
-        )
+        slides = FULL if config.sliding_window is None else Span("sliding", config.sliding_window)
+        layers = range(config.num_hidden_layers)
+        self._layer_spans = tuple(FULL if index in config.full_layers else slides for index in layers)
         self.spans: tuple[Span, ...] = tuple(dict.fromkeys(self._layer_spans))
-        size = config.hidden_size
-        self.embed_tokens: nn.Embedding | None = (
-            nn.Embedding(config.vocab_size, size) if config.own_embedding else None
-        )
-        self.fc: nn.Module = (
-            nn.Linear(config.fc_inputs, size, "fc" in config.biases) if config.has_fc else nn.Identity()
-        )
-        self.layers: nn.ModuleList = nn.ModuleList(map(self._layer, range(config.num_hidden_layers)))
+        size, vocab_size = config.hidden_size, config.vocab_size
+        self.embed_tokens: nn.Embedding | None = nn.Embedding(vocab_size, size) if config.own_embedding else None
+        fc = nn.Linear(config.fc_inputs, size, "fc" in config.biases) if config.has_fc else nn.Identity()
+        self.fc: nn.Module = fc
+        self.layers: nn.ModuleList = nn.ModuleList(map(self._layer, layers))
         self.norm: nn.Module = _norm(config, "norm", size)
         self.lm_head: nn.Linear | None = (
             nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None

@@ -121,10 +121,7 @@ class PEagleRecipe(PEagleTraining, Eagle3Recipe):
         mask_token_for(target, self.mask_token_id)
 
     def further_parts(self, target: PreTrainedModel) -> dict[str, Any]:
-        return {
-            "mask_token_id": mask_token_for(target, self.mask_token_id),
-            "num_parallel_tokens": self.ttt_steps,
-        }
+        return {"mask_token_id": mask_token_for(target, self.mask_token_id), "num_parallel_tokens": self.ttt_steps}
 
     def build(self, target: PreTrainedModel) -> EagleNetwork:
         network = super().build(target)

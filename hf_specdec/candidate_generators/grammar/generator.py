@@ -89,8 +89,8 @@ class GrammarCandidateGenerator(CandidateGenerator):
             is_open = matcher is not None and not draft.tokens and self.state.misses[row] < _MOST_MISSES
             self._guessed.append(is_open and self.options.most_alternatives > 0)
             self._drafts.append(guessed_end(matcher, min(most, room)) if self._guessed[-1] else draft)
-        if not any(matchers) and _MISSING not in self.session.notes:
-            self.session.notes.append(_MISSING)
+        if not any(matchers):
+            self.note(_MISSING)
         tokens, parents, log_probs = map(list, zip(*self._drafts))
         self.lookups.count(list(map(len, tokens)), rooms, 0, 0)
         return DraftTree.from_lists(tokens, self.session.device, parents, log_probs)

@@ -40,27 +40,12 @@ MTP_FILES = "*mtp*.safetensors"
 
 # The model types of targets whose decoder layers have been checked as MTP layers.
 SUPPORTED_MODEL_TYPES = (
-    "deepseek_v3",
-    "ernie4_5_moe",
-    "glm4_moe",
-    "glm4_moe_lite",
-    "hy_v3",
-    "llama",
-    "longcat_flash",
-    "mellum",
-    "mimo",
-    "mistral",
-    "qwen2",
-    "qwen3",
-    "qwen3_5_moe_text",
-    "qwen3_5_text",
-    "qwen3_moe",
-    "qwen3_next",
-)
+    "deepseek_v3 ernie4_5_moe glm4_moe glm4_moe_lite hy_v3 llama longcat_flash mellum mimo mistral qwen2 qwen3 "
+    "qwen3_5_moe_text qwen3_5_text qwen3_moe qwen3_next"
+).split()
 
 # Of layers that this package has trained with narrower MLPs than the target's.
 WIDTH_KEY = "mtp_intermediate_size"
-
 
 # What names of copies of the target's own tensors begin with here.
 _COPY = "target."
@@ -114,6 +99,7 @@ def _parts(prefix: str, **parts: str) -> dict[str, str]:
     return {**names, prefix: "layers.{layer}."}
 
 
+_OWN_PARTS = {"enorm": "enorm", "hnorm": "hnorm", "eh_proj": "eh_proj"}
 _MIMO_PARTS = {"enorm": "token_layernorm", "hnorm": "hidden_layernorm", "eh_proj": "input_proj"}
 _MIMO_PARTS |= {"norm": "final_layernorm"}
 
@@ -164,9 +150,7 @@ _LAYOUTS = (
             "model.layers.{layer}.mlp.router.gate.": "layers.{layer}.mlp.gate.",
             "model.layers.{layer}.mlp.expert_bias": "layers.{layer}.mlp.e_score_correction_bias",
             "model.layers.{layer}.mlp.shared_mlp.": "layers.{layer}.mlp.shared_experts.",
-            **_parts(
-                "model.layers.{layer}.", norm="shared_head.norm", enorm="enorm", hnorm="hnorm", eh_proj="eh_proj"
-            ),
+            **_parts("model.layers.{layer}.", norm="shared_head.norm", **_OWN_PARTS),
         },
         follows_target=True,
     ),

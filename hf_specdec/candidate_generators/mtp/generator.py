@@ -26,9 +26,9 @@ from ...checkpoints.loading import LOADED_BY, load
 from ...drafting.draw import DepthLimits, Draw
 from ...drafting.growth import DraftNodes, DynamicTree, grow
 from ...drafting.shape import ExtrapolationOptions, draft_shape, growth_option
-from ...drafting.slots import DraftEntries, DraftSlots
+from ...drafting.slots import DraftEntries
 from ...drafting.state import Entries, NetworkState
-from ...drafts import TokenTree
+from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError, UnsupportedModelError
 from ...kernels.tree_attention import SlotTree
 from ...protocol import Prompt, Session
@@ -38,11 +38,17 @@ from ...target.graphs import CallGraphs, Variant, graphs_for
 from ...target.masks import FULL, Span, TreeMask
 from ...target.model import SlotModel
 from ...target_facts import CACHE_READERS, decoder_layers, reads_target_cache
-from ...threads import cached_property
 from ...transfers import RowNumbers, last_of_each, upload
 from ..draft_model.network import load_draft_model
 from ..networks import AutoregressiveCandidateGenerator, OverTargetGenerator
 from .network import MtpNetwork, check_family, placed
+
+
+def refuse_trees(config: SpeculativeConfig, why: str, todo: str = "Leave it out.") -> None:
+    """Raises a [`SpecConfigError`] where the settings name a tree, for a drafter of chains."""
+    option = "speculative_token_tree" if config.speculative_token_tree else growth_option(config)
+    if option:
+        raise SpecConfigError(f"`{option}` is about trees, and {why}. {todo}")
 
 
 def lending_layers(target_model: torch.nn.Module) -> dict[str, int]:
@@ -88,8 +94,7 @@ class LentKeys:
     def seen(
         self, counts: RowNumbers, window: int, dtype: torch.dtype, device: torch.device
     ) -> tuple[torch.LongTensor, dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
-        """Of rows with so many new tokens the positions of the anchors `(R, 1)`; then by type of attention keys and
-        values, and the masks `(R, 1, 1, S)` of those that are seen."""
+        """Positions of the anchors `(R, 1)`; by type of attention keys and values, and their masks `(R, 1, 1, S)`."""
         starts, leads = (upload(self.numbers[name], device) for name in ("starts", "leads"))
         ends, columns = self.numbers["ends"], None
         if isinstance(ends, list) and isinstance(counts, list):
@@ -109,32 +114,24 @@ class LentKeys:
 
 
 class AssistantCandidateGenerator(OverTargetGenerator):
-    """Drafts chains with Gemma 4's assistant, a small model over the keys and values of its target.
+    """Drafts chains with Gemma 4's assistant, whose layers read keys and values of the target, and keep none.
 
-    It has queries alone: its layers read the keys and values that the target's last layer of each type with some of
-    its own has left in its slots. A draft begins with the embedding of the anchor beside the state from which the
-    target predicted it, and goes on with each drafted token beside the assistant's own last state. All tokens of a
-    draft have the position of the anchor, and see what the target has read, as in transformers' candidate generator
-    for one row, `SinglePositionMultiTokenCandidateGenerator`. Nothing is kept from cycle to cycle but the state.
+    All tokens of a draft have the position of the anchor, and see what the target has read, as in transformers'
+    `SinglePositionMultiTokenCandidateGenerator`.
     """
 
     target_hidden_states: ClassVar[tuple[int | str, ...]] = ("last",)
     default_num_speculative_tokens = 3
+    _lending: dict[str, int] | None = None
 
     def shape(self) -> TokenTree:
-        branching = "speculative_token_tree" if self.config.speculative_token_tree else growth_option(self.config)
-        if branching:
-            raise SpecConfigError(
-                f"`{branching}` is about trees, and a {type(self.network).__name__} drafts chains. Leave it out."
-            )
+        refuse_trees(self.config, f"a {type(self.network).__name__} drafts chains")
         return super().shape()
 
     def lent_slots(self, target: SlotModel, lengths: list[int]) -> LentKeys:
+        if self._lending is None:
+            self._lending = lending_layers(target.model)
         return LentKeys(target, self._lending, lengths)
-
-    @cached_property
-    def _lending(self) -> dict[str, int]:
-        return lending_layers(self.session.target.model)
 
     def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
         assistant, embedding = self.network, self.session.target.model.get_input_embeddings()
@@ -194,34 +191,24 @@ class LayerEntries(DraftEntries):
     def __init__(self, network: MtpNetwork, depth: int, **places: Any):
         super().__init__(network, num_layers=depth, **places)
         self.depth = depth
-        self.has_drafted: list[bool] = [False] * len(self.starts)  # there was a draft after a row's last entries
-
-    def can_replay(self, added: RowNumbers) -> bool:
-        """Tells whether as many entries are read again as after a draft, which is what graphs count on."""
-        return not isinstance(added, list) or all(
-            count == 1 or drafted for count, drafted in zip(added, self.has_drafted)
-        )
 
     def read_window(
-        self, new: Entries, kept: dict[Any, torch.Tensor]
-    ) -> tuple[torch.Tensor, torch.Tensor, dict[Any, torch.Tensor]]:
-        """Reads with the first layer what is new, and before it what some layer has read wrongly.
-
-        Kept are the last K entries of each row, tokens `(R, K, 1)` and states `(R, K, X)`, with zeros in front of a
-        shorter text. Returned are both outputs `(R, h)` after the last entries, and what is to be kept.
-        """
+        self, state: NetworkState, new: Entries, has_drafted: list[bool]
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads the window with the first layer, and keeps its last K entries; both outputs `(R, h)` after it."""
         added: Any = new.counts
-        network: Any = self.network
-        depth = self.depth
-        states = {key: new.states[key] for key in network.target_hidden_states}
+        depth, states = self.depth, {key: new.states[key] for key in self.network.target_hidden_states}
         parts = {key: part.to(self.device) for key, part in {TOKENS: new.tokens.unsqueeze(-1), **states}.items()}
-        both = {key: torch.cat((kept[key], part), dim=1) for key, part in parts.items()}
-        again: Any = self._read_again(added)
+        both = {key: torch.cat((state.kept[key], part), dim=1) for key, part in parts.items()}
         if isinstance(added, list):
+            read = [length - start for length, start in zip(self.cache.lengths, self.starts)]
+            wrong = [depth - (count if drafted else 1) for count, drafted in zip(added, has_drafted)]
+            again = [max(min(pair), 0) for pair in zip(wrong, read)]
             first, counts = [depth - count for count in again], [sum(pair) for pair in zip(again, added)]
             width = max(counts)
             self.cache.commit([-count for count in again])
         else:
+            again = torch.minimum(depth - added, self.cache.lengths - self.first_slots[:, 0]).clamp(min=0)
             first, counts, width = depth - again, again + added, depth + 1
             self.cache.commit(-again)
         window = {key: _columns(values, first, width) for key, values in both.items()}
@@ -230,16 +217,8 @@ class LayerEntries(DraftEntries):
         self._mask = self.causal_mask(self._here)
         hidden, output = self._read_layer(0, self.network.fuse(window))
         self.cache.commit(counts)
-        self.has_drafted = [False] * len(self.has_drafted)
-        return hidden, output, {key: _columns(values, added, depth) for key, values in both.items()}
-
-    def _read_again(self, added: RowNumbers) -> RowNumbers:
-        """How many entries before the new ones are read again."""
-        if not isinstance(added, list):
-            return torch.minimum(self.depth - added, self.cache.lengths - self.first_slots[:, 0]).clamp(min=0)
-        read = [length - start for length, start in zip(self.cache.lengths, self.starts)]
-        wrong = [self.depth - (count if drafted else 1) for count, drafted in zip(added, self.has_drafted)]
-        return [max(min(pair), 0) for pair in zip(wrong, read)]
+        state.kept = {key: _columns(values, added, depth) for key, values in both.items()}
+        return hidden, output
 
     def step(
         self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor | slice
@@ -253,7 +232,6 @@ class LayerEntries(DraftEntries):
         tokens = self._tokens[:, :1] if drafted is None else drafted
         while self.layer < self.depth - 1:
             self._read_next(tokens)
-        self.has_drafted = [drafted is not None] * len(self.has_drafted)
 
     def _read_next(self, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
         last = upload(self._counts, self.device)[:, None] - 1
@@ -267,20 +245,6 @@ class LayerEntries(DraftEntries):
         outputs = self.network(self._tokens, hidden, here.positions, self._mask, self.cache, layer, here.bound)
         self._handed_on = outputs[0]
         return tuple(last_of_each(output, self._counts) for output in outputs)
-
-    # The rows
-
-    def skip(self, counts: list[int]) -> None:
-        super().skip(counts)
-        self.has_drafted = [True] * len(counts)
-
-    def select(self, keep: list[int]) -> DraftSlots:
-        self.has_drafted = [self.has_drafted[row] for row in keep]
-        return super().select(keep)
-
-    def cat(self, other: LayerEntries) -> DraftSlots:
-        self.has_drafted = self.has_drafted + other.has_drafted
-        return super().cat(other)
 
 
 def _columns(values: torch.Tensor, first: RowNumbers, width: int) -> torch.Tensor:
@@ -315,7 +279,7 @@ class MtpOptions(ExtrapolationOptions):
 
 
 class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
-    """Drafts with MTP layers: chains, and with one layer trees as well."""
+    """Drafts chains and trees with one MTP layer; with several it is an [`MtpChainGenerator`]."""
 
     options_class = MtpOptions
     default_num_speculative_tokens = 3
@@ -343,68 +307,72 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
         return placed(config, target_model) if is_stored else None
 
     def __new__(cls, config: SpeculativeConfig, resources: torch.nn.Module, session: Session) -> Any:
-        """Makes the generator of a call: another one for an assistant that reads the target's keys and values."""
+        """Makes the generator of a call, which for an assistant that reads the target's keys and values is another."""
         if reads_target_cache(resources):
             return AssistantCandidateGenerator(config, resources, session)
-        return super().__new__(cls)
+        mode = config.options.mode or ("chain" if resources.config.num_layers > 1 else "reuse")
+        return super().__new__(MtpChainGenerator if mode == "chain" else cls)
 
     def shape(self) -> TokenTree | DynamicTree:
-        num_layers = self.network.config.num_layers
-        self.drafts_by_layer: bool = (self.options.mode or ("chain" if num_layers > 1 else "reuse")) == "chain"
-        self.has_steps: bool = not self.drafts_by_layer
-        self.drafts_whole: bool = self.drafts_by_layer
-        if self.drafts_by_layer:
-            return self._layer_chain(num_layers)
         length, vocab_size = self.default_num_speculative_tokens, self.network.needs.vocab_size
         return draft_shape(self.config, vocab_size, self.session, self.chain_only_reason, length)
 
     def make_slots(self, **places: Any) -> DraftEntries:
-        if self.drafts_by_layer:
-            return LayerEntries(self.network, self.plan.max_depth, **places)
         return DraftEntries(self.network, num_nodes=self.plan.num_reads, num_layers=1, **places)
 
-    def prefill(self, prompt: Prompt) -> None:
-        if self.drafts_by_layer:
-            states = {key: prompt.hidden_states[key] for key in self.network.target_hidden_states}
-            parts = {TOKENS: prompt.input_ids[..., None], **states}
-            size = len(prompt.starts), self.plan.max_depth
-            self.state.kept = {
-                key: part.new_zeros((*size, part.shape[2]), device=self.device) for key, part in parts.items()
-            }
-        super().prefill(prompt)
 
-    def take_in(self, state: NetworkState, new: Entries) -> None:
-        if not self.drafts_by_layer:
-            super().take_in(state, new)
-            return
-        *_, state.kept = state.slots.read_window(new, state.kept)
-        state.slots.read_rest()
+class MtpChainGenerator(MtpCandidateGenerator):
+    """Drafts chains with a token of each MTP layer."""
 
-    def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
-        if not self.drafts_by_layer:
-            return super().draft(state, new, limits, draw)
-        hidden, output, state.kept = state.slots.read_window(new, state.kept)
-        nodes = grow(self.plan, state.slots.step, hidden, self.network.logits(output, state.slots.cache), limits, draw)
-        state.slots.read_rest(nodes.tokens[:, -1:])
-        return nodes
+    has_steps = False
+    drafts_whole = True
 
-    def can_replay(self, new: Entries) -> bool:
-        return not self.drafts_by_layer or self.state.slots.can_replay(new.counts)
-
-    def _layer_chain(self, num_layers: int) -> TokenTree:
-        """A chain with a token of each layer; settings that ask for a tree are refused."""
-        branching = growth_option(self.config)
-        if self.config.speculative_token_tree:
-            branching = "speculative_token_tree"
-        if branching:
-            raise SpecConfigError(
-                f"`{branching}` is about trees, and the {num_layers} MTP layers draft a chain, one token each. Leave "
-                "it out, or set mtp_mode='reuse' to draft with the first layer alone."
-            )
+    def shape(self) -> TokenTree | DynamicTree:
+        num_layers = self.network.config.num_layers
+        refuse_trees(
+            self.config,
+            f"the {num_layers} MTP layers draft a chain, one token each",
+            "Leave it out, or set mtp_mode='reuse' to draft with the first layer alone.",
+        )
         length = self.config.fixed_length or num_layers
         if length > num_layers:
-            self.session.notes.append(
+            self.note(
                 f"{num_layers} draft tokens instead of {length}: each of the MTP layers drafts one; mtp_mode='reuse' "
                 "drafts more"
             )
         return TokenTree.chain(min(length, num_layers))
+
+    def make_slots(self, **places: Any) -> DraftEntries:
+        return LayerEntries(self.network, self.plan.max_depth, **places)
+
+    def prefill(self, prompt: Prompt) -> None:
+        states = {key: prompt.hidden_states[key] for key in self.network.target_hidden_states}
+        parts = {TOKENS: prompt.input_ids[..., None], **states}
+        shape = len(prompt.starts), self.plan.max_depth
+        # Tokens `(R, K, 1)` and states `(R, K, X)`, zeros in front of a shorter text.
+        self.state.kept = {
+            key: part.new_zeros((*shape, part.shape[2]), device=self.device) for key, part in parts.items()
+        }
+        # There was a draft after a row's last entries.
+        self.state.has_drafted = [False] * len(prompt.starts)
+        super().prefill(prompt)
+
+    def take_in(self, state: NetworkState, new: Entries) -> None:
+        state.slots.read_window(state, new, state.has_drafted)
+        state.slots.read_rest()
+        state.has_drafted = [False] * len(new.counts)
+
+    def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
+        hidden, output = state.slots.read_window(state, new, self.state.has_drafted)
+        nodes = grow(self.plan, state.slots.step, hidden, self.network.logits(output, state.slots.cache), limits, draw)
+        state.slots.read_rest(nodes.tokens[:, -1:])
+        return nodes
+
+    def drafted(self, nodes: DraftNodes, limits: list[int]) -> DraftTree:
+        self.state.has_drafted = [True] * len(limits)
+        return super().drafted(nodes, limits)
+
+    def can_replay(self, new: Entries) -> bool:
+        # Graphs read as many entries again as there are to be read after a draft.
+        counts = new.counts if isinstance(new.counts, list) else []
+        return all(count == 1 or drafted for count, drafted in zip(counts, self.state.has_drafted))

@@ -79,11 +79,7 @@ class MtpPlan(NamedTuple):
 
 
 class MtpNetwork(DraftModule):
-    """The MTP layers of a target, of weights that are not for use; see [`load`] and [`new_mtp`].
-
-    Embedding, lm_head and rotary embedding are read where the target has them. `target_hidden_states` has the key of
-    the target's state that `fuse` takes, see [`captured_states`], and `spans` how far back the layers look.
-    """
+    """The MTP layers of a target, of random weights; embedding, lm_head and rotary embedding are the target's."""
 
     spec_method = "mtp"
     reader_class: ClassVar[type[MtpReader]] = MtpReader
@@ -99,11 +95,14 @@ class MtpNetwork(DraftModule):
         sizes = hidden_size(target_model), vocabulary_size(target_model)
         self.needs: TargetNeeds = TargetNeeds(None, *sizes, model_type=_model_type(target_model))
         num_target_layers = len(decoder_layers(target_model))
-        self.target_hidden_states: tuple[int | str, ...] = (
-            num_target_layers if config.layout.before_norm else "last",
-        )
+        # Key of the state that `fuse` takes, see [`captured_states`].
+        state = num_target_layers if config.layout.before_norm else "last"
+        self.target_hidden_states: tuple[int | str, ...] = (state,)
         parts = _layer_config(target_model, config)
-        self.spans: tuple[Span, ...] = (_span(parts),)
+        kinds = set(getattr(parts, "layer_types", None) or ("sliding_attention",))
+        window = getattr(parts, "sliding_window", None)
+        slides = kinds == {"sliding_attention"} and window
+        self.spans: tuple[Span, ...] = (Span("sliding", window) if slides else FULL,)
         size, count = parts.hidden_size, config.num_projections
         projections = [nn.Linear(2 * size, size, bias=config.has_bias) for _ in range(count)]
         # Layers of the target's own class, with random weights.
@@ -210,14 +209,7 @@ class MtpNetwork(DraftModule):
         """An entry of one of the lists, from where modules keep them: lookups of `nn.ModuleList` take longer."""
         return self._modules[name]._modules[str(index)]
 
-    def _read_as_family(
-        self,
-        layer: int,
-        projected: torch.Tensor,
-        positions: torch.LongTensor,
-        mask: torch.Tensor | None,
-        cache: KeyValueCache | None,
-    ) -> torch.Tensor:
+    def _read_as_family(self, layer: int, projected: torch.Tensor, positions: Any, mask: Any, cache: Any) -> Any:
         """The stream `(R, T, h)` after a layer of the target's own class."""
         positions = positions.to(projected.device).expand(len(projected), -1)
         forward = SlotForward(projected)
@@ -337,17 +329,8 @@ def _layer_config(target_model: nn.Module, mtp: MtpConfig) -> Any:
     return config
 
 
-def _span(config: Any) -> Span:
-    kinds = set(getattr(config, "layer_types", None) or ("sliding_attention",))
-    window = getattr(config, "sliding_window", None)
-    return Span("sliding", window) if kinds == {"sliding_attention"} and window else FULL
-
-
 def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int | None = None) -> MtpNetwork:
-    """MTP layers to be trained, in the `mtp` layout: copies of the target's last layer after a random projection.
-
-    They are in the target's dtype and on its device. Narrower dense MLPs are the first part of the target's.
-    """
+    """MTP layers to be trained: copies of the target's last layer, or its first parts, after a random projection."""
     check_family(target_model)
     network = MtpNetwork(MtpConfig(MTP_LAYOUT, num_layers, intermediate_size=intermediate_size), target_model)
     wanted = tensor_shapes(network.layers[0])
@@ -383,7 +366,6 @@ def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeCon
 
 def _can_be_cut(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> bool:
     """Tells whether tensors of these shapes have those wanted as their first parts."""
-    if shapes.keys() != wanted.keys():
-        return False
-    pairs = [(shape, wanted[name]) for name, shape in shapes.items()]
-    return all(len(shape) == len(size) and all(map(int.__ge__, shape, size)) for shape, size in pairs)
+    pairs = [(shape, wanted.get(name, ())) for name, shape in shapes.items()]
+    fits = (len(shape) == len(size) and all(map(int.__ge__, shape, size)) for shape, size in pairs)
+    return shapes.keys() == wanted.keys() and all(fits)

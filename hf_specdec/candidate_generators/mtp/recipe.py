@@ -24,11 +24,9 @@ class MtpRecipe(MtpTraining, AutoregressiveRecipe):
 
     def check(self, target: PreTrainedModel) -> None:
         check_family(target)
-        if self.intermediate_size:
-            self._check_width(target)
         super().check(target)
-
-    def _check_width(self, target: PreTrainedModel) -> None:
+        if not self.intermediate_size:
+            return
         if not hasattr(getattr(decoder_layers(target)[-1], "mlp", None), "gate_proj"):
             raise SpecConfigError(
                 f"The layers of {type(target).__name__} have experts, whose sizes an MTP layer shares. Leave out "

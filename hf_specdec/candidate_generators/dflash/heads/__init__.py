@@ -47,6 +47,12 @@ HEAD = "block_head."
 # Name, producer, marks and shown tensors of a format.
 FormatRow = tuple[str, str, tuple[str, ...], tuple[str, ...]]
 
+
+def projector(kind: str) -> tuple[str, ...]:
+    """Marks of configs in which a kind is called a type of projector."""
+    return f"dflash_config.projector_type={kind}", f"projector_type={kind}"
+
+
 # What a head remembers of the text, by name; each `(R, ...)`.
 Memory = dict[str, torch.Tensor]
 

@@ -21,7 +21,7 @@ from torch import nn
 from ....checkpoints.schema import COUNT, INDEX, Key, Tensor
 from .. import DominoTraining
 from ..recipe import Blocks, DFlashRecipe
-from . import BlockHead, CorrectedWalk, FormatRow, HeadConfig
+from . import BlockHead, CorrectedWalk, FormatRow, HeadConfig, projector
 
 
 if TYPE_CHECKING:
@@ -61,12 +61,7 @@ class DominoConfig(HeadConfig):
     spellings: ClassVar[Mapping[str, str]] = {"logit_head.": ""}
     token_tables: ClassVar[tuple[str, ...]] = ("embed_proj.2.weight",)
     formats: ClassVar[tuple[FormatRow, ...]] = (
-        (
-            "domino",
-            "SpecForge, hf_specdec",
-            (*marks, "dflash_config.projector_type=domino", "projector_type=domino"),
-            ("prefix_gru.|logit_head.",),
-        ),
+        ("domino", "SpecForge, hf_specdec", (*marks, *projector("domino")), ("prefix_gru.|logit_head.",)),
     )
 
     def module(self, config: DFlashConfig) -> DominoHead:
@@ -88,7 +83,7 @@ class DominoWalk(CorrectedWalk):
     def correction(self, tokens: torch.LongTensor) -> torch.Tensor | None:
         # Tokens of the positions that are not corrected are read, too.
         embedded = self.block.network.embed(tokens[:, None])[:, 0]
-        self._state = self.head.prefix_gru(embedded, self._state)
+        self._state = self.head.next_state(embedded, self._state)
         if self.position < self.head.first:
             return None
         output = self.block.output[:, self.position]
@@ -103,7 +98,8 @@ class DominoHead(BlockHead):
     def __init__(self, config: DFlashConfig, sizes: DominoConfig):
         super().__init__()
         self.first: int = sizes.pure_draft_prefix_len
-        self.prefix_gru: PrefixGRU = PrefixGRU(config.hidden_size, sizes.gru_hidden_dim)
+        # Only its weights: cells are computed one at a time.
+        self.prefix_gru: nn.GRU = nn.GRU(config.hidden_size, sizes.gru_hidden_dim, bias=False)
         last = nn.Linear(sizes.emb_dim, config.draft_vocab_size, bias=False)
         # Of zeros alone the other parts would learn nothing at first.
         nn.init.normal_(last.weight, std=1e-3)
@@ -113,26 +109,16 @@ class DominoHead(BlockHead):
 
     def states(self, embedded: torch.Tensor) -> torch.Tensor:
         """The states `(N, K, G)` after each token of N blocks, by their embeddings `(N, K, h)`, the anchors' first."""
-        states = [self.prefix_gru(embedded[:, 0], None)]
-        for position in range(1, embedded.shape[1]):
-            states.append(self.prefix_gru(embedded[:, position], states[-1]))
+        states: list[torch.Tensor] = []
+        for position in range(embedded.shape[1]):
+            states.append(self.next_state(embedded[:, position], states[-1] if states else None))
         return torch.stack(states, dim=1)
 
-
-class PrefixGRU(nn.Module):
-    """A GRU without biases, whose weights have the names of torch's."""
-
-    def __init__(self, size: int, state_size: int):
-        super().__init__()
-        bound = state_size**-0.5
-        self.weight_ih_l0: nn.Parameter = nn.Parameter(torch.empty(3 * state_size, size).uniform_(-bound, bound))
-        self.weight_hh_l0: nn.Parameter = nn.Parameter(torch.empty(3 * state_size, state_size).uniform_(-bound, bound))
-
-    def forward(self, embedded: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
+    def next_state(self, embedded: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The state `(R, G)` after another token, by its embedding `(R, h)`; without a state, after the first one."""
         if state is None:
-            state = embedded.new_zeros((len(embedded), self.weight_hh_l0.shape[1]))
-        return torch.gru_cell(embedded, state, self.weight_ih_l0, self.weight_hh_l0)
+            state = embedded.new_zeros((len(embedded), self.prefix_gru.hidden_size))
+        return torch.gru_cell(embedded, state, self.prefix_gru.weight_ih_l0, self.prefix_gru.weight_hh_l0)
 
 
 class DominoRecipe(DominoTraining, DFlashRecipe):

@@ -15,7 +15,7 @@ Shapes: R rows, K positions, k candidates of each, h hidden size, D that of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -31,7 +31,7 @@ from ....training.reading import IGNORED, check_plain_head
 from ....training.recipe import sum_over_chunks
 from .. import LiLiCorrTraining
 from ..recipe import Blocks, DFlashRecipe, memory_before
-from . import Block, BlockHead, FormatRow, HeadConfig, Memory
+from . import Block, BlockHead, FormatRow, HeadConfig, Memory, projector
 from .candidates import CandidateWalk, best_tokens_of
 
 
@@ -88,12 +88,7 @@ class LiLiCorrConfig(HeadConfig):
     notes = "lilicorr_mlp_ratio"
     names: ClassVar[Mapping[str, str]] = {"lilicorr.": ""}
     formats: ClassVar[tuple[FormatRow, ...]] = (
-        (
-            "lilicorr",
-            "ModelOpt, hf_specdec",
-            (*marks, "dflash_config.projector_type=lilicorr", "projector_type=lilicorr"),
-            ("lilicorr.",),
-        ),
+        ("lilicorr", "ModelOpt, hf_specdec", (*marks, *projector("lilicorr")), ("lilicorr.",)),
     )
 
     def module(self, config: DFlashConfig) -> LiLiCorrHead:
@@ -119,16 +114,9 @@ class LiLiCorrConfig(HeadConfig):
                 f"has {sizes['a']} heads in a lattice of {sizes['l']}, which they do not divide",
                 "Pass an intact checkpoint.",
             )
-        return cls(
-            hidden_size=sizes["l"],
-            candidate_topk=sizes["c"],
-            num_layers=sizes["lattice_layer"],
-            num_heads=sizes["a"],
-            mlp_size=sizes.get("u", sizes["l"]),
-            factor_dim=sizes["o"],
-            vector_eps=reader.setting("lilicorr_vector_eps"),
-            logit_scale=reader.value("lilicorr_logit_scale"),
-        )
+        stated = (item.name for item in fields(cls) if item.name != "mlp_size")
+        values = {name: reader.value(_PREFIX + name) for name in stated}
+        return cls(mlp_size=sizes.get("u", sizes["l"]), **values)
 
     def entries(self, config: DFlashConfig) -> dict[str, Any]:
         sizes = asdict(self) | {"mlp_ratio": self.mlp_size / self.hidden_size, "enabled": True}
@@ -143,9 +131,8 @@ class LiLiCorrHead(BlockHead):
         super().__init__()
         size, slots, epsilon = sizes.hidden_size, config.block_size - 1, config.rms_norm_eps
         self.sizes = sizes
-        self.token_proj: nn.Linear | None = None
-        if size != config.hidden_size:
-            self.token_proj = nn.Linear(config.hidden_size, size)
+        is_wide = size != config.hidden_size
+        self.token_proj: nn.Linear | None = nn.Linear(config.hidden_size, size) if is_wide else None
         self.pass_hidden_proj: nn.Linear = nn.Linear(config.hidden_size, size)
         self.context_proj: nn.Linear = nn.Linear(config.hidden_size, size)
         self.feature_norm: nn.LayerNorm = nn.LayerNorm(_NUM_FEATURES)

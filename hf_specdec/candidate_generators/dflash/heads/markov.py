@@ -73,12 +73,7 @@ class MarkovConfig(HeadConfig):
     formats: ClassVar[tuple[FormatRow, ...]] = (
         ("dspark-speculators", "speculators", ("speculators_model_type=dspark",), ()),
         ("dspark-deepspec", "DeepSpec", ("architectures=Qwen3DSpark.*",), ()),
-        (
-            "dspark-specforge",
-            "SpecForge",
-            ("architectures=.*DSpark.*", "dflash_config.projector_type=dspark"),
-            (),
-        ),
+        ("dspark-specforge", "SpecForge", ("architectures=.*DSpark.*", "dflash_config.projector_type=dspark"), ()),
     )
 
     @property

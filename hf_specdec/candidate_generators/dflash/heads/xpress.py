@@ -38,6 +38,9 @@ if TYPE_CHECKING:
     from ..network import DFlashConfig
 
 
+_SHOWN = ("xpress_head.|refiner_head.",)
+
+
 @dataclass(frozen=True)
 class XPressConfig(HeadConfig):
     """Sizes of the refinement, named as in its configs without their `xpress_`."""
@@ -84,12 +87,7 @@ class XPressConfig(HeadConfig):
     }
     token_tables: ClassVar[tuple[str, ...]] = ("w1.weight", "w2.weight")
     formats: ClassVar[tuple[FormatRow, ...]] = (
-        (
-            "xpress",
-            "XPress, speculators, hf_specdec",
-            (*marks, "speculators_model_type=xpress"),
-            ("xpress_head.|refiner_head.",),
-        ),
+        ("xpress", "XPress, speculators, hf_specdec", (*marks, "speculators_model_type=xpress"), _SHOWN),
     )
 
     def module(self, config: DFlashConfig) -> XPressHead:
@@ -127,7 +125,8 @@ class XPressHead(BlockHead):
         self.down_h: nn.Linear = nn.Linear(size, rank, bias=False)
         self.down_g: nn.Linear = nn.Linear(size, rank, bias=False)
         self.in_proj: nn.Linear = nn.Linear(3 * rank, rank, bias=False)
-        self.mix: BlockMixing = BlockMixing(rank, config.block_size)
+        # L: weights for each channel and pair of positions.
+        self.mix: nn.ParameterDict = nn.ParameterDict({"L": torch.zeros(rank, config.block_size, config.block_size)})
         layers = (nn.Linear(*shape, bias=False) for shape in ((rank, inner), (rank, inner), (inner, rank)))
         self.mlp: GatedMLP = GatedMLP(*layers, act_fn=nn.SiLU())
         self.w2: nn.Linear = nn.Linear(rank, config.draft_vocab_size, bias=False)
@@ -138,7 +137,8 @@ class XPressHead(BlockHead):
         count = previous.shape[1]
         mean = self.down_g(output.mean(1, keepdim=True)).expand(-1, count, -1)
         states = self.in_proj(torch.cat((self.down_h(output[:, :count]), mean, self.w1(previous)), dim=-1))
-        states = states + self.mix(states)
+        mixing = self.mix["L"][:, :count, :count].tril()
+        states = states + torch.einsum("rkj,bjr->bkr", mixing, states)
         return self.w2(states + self.mlp(states))
 
     def begin_text(self, prompts: torch.LongTensor, device: torch.device) -> Memory:
@@ -151,16 +151,3 @@ class XPressHead(BlockHead):
             first = upload(new.counts, tokens.device)[:, None]
             kept["tokens"] = tokens.gather(1, first + torch.arange(2, device=tokens.device))
         return kept
-
-
-class BlockMixing(nn.Module):
-    """Mixes each channel over the positions up to its own, by weights for each pair of positions."""
-
-    def __init__(self, rank: int, block_size: int):
-        super().__init__()
-        self.L: nn.Parameter = nn.Parameter(torch.zeros(rank, block_size, block_size))
-
-    def forward(self, states: torch.Tensor) -> torch.Tensor:
-        """From `(R, n, r)` to the same shape, for the first n positions of a block."""
-        count = states.shape[1]
-        return torch.einsum("rkj,bjr->bkr", self.L[:, :count, :count].tril(), states)

@@ -26,20 +26,20 @@ def kept_for(owner: nn.Module, *others: nn.Module) -> dict[Any, Any]:
     It is a new one when a module, a tensor, an attribute, a hook or the config is another than before, or autocast is.
     What is put there must not hold the owner.
     """
-    parts, addresses = _state([owner, *others])
-    before, addresses_before, values = _kept.get(owner) or ([], [], {})
+    parts, marks = _state([owner, *others])
+    before, marks_before, values = _kept.get(owner) or ([], [], {})
     # By identity: tensors are not to be compared, and numbers stay the same objects until others are assigned.
-    is_same = addresses == addresses_before and len(parts) == len(before) and all(map(is_, parts, before))
+    is_same = marks == marks_before and len(parts) == len(before) and all(map(is_, parts, before))
     if not is_same:
         values = {}
-        _kept[owner] = parts, addresses, values
+        _kept[owner] = parts, marks, values
     return values
 
 
 def _state(modules: list[nn.Module]) -> tuple[list[Any], list[int]]:
-    """What decides what modules and their parts compute, without the first one, and where their tensors lie."""
+    """What decides what modules and their parts compute, without the first one, and marks of the memory of tensors."""
     state: list[Any] = [torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
-    addresses, configs = [], set()
+    marks, configs = [], set()
     for module in modules:
         attributes, tensors = vars(module), [*module._parameters.values(), *module._buffers.values()]
         modules += [part for part in module._modules.values() if part is not None]
@@ -47,8 +47,10 @@ def _state(modules: list[nn.Module]) -> tuple[list[Any], list[int]]:
         own_forward, compiled = type(attributes.get("forward")), attributes.get("_compiled_call_impl") is None
         state += (type(module), type(module).forward, own_forward, compiled, *tensors, *module._modules.values())
         state += [value for value in attributes.values() if type(value) in _PLAIN]
-        # A tensor can be given another memory.
-        addresses += [tensor.data_ptr() for tensor in tensors if type(tensor) in (nn.Parameter, torch.Tensor)]
+        # A tensor can be given another memory, and what was computed of a buffer ends where it is written to.
+        plain = [tensor for tensor in tensors if type(tensor) in (nn.Parameter, torch.Tensor)]
+        marks += [tensor.data_ptr() for tensor in plain]
+        marks += [tensor._version for tensor in plain if type(tensor) is torch.Tensor and not tensor.is_inference()]
         for hooks in hooks_of(module):
             # Each has a number of its own.
             state += hooks
@@ -56,4 +58,4 @@ def _state(modules: list[nn.Module]) -> tuple[list[Any], list[int]]:
         if config is not None and id(config) not in configs:
             configs.add(id(config))
             state += getattr(config, "__dict__", {}).values()
-    return state, addresses
+    return state, marks

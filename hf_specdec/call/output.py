@@ -112,8 +112,6 @@ class KeptCache(Observer):
         it called the loop.
         """
         request = self._group.request
-        if self._recurrent is not None:
-            self._states |= {row: self._recurrent.of_rows([index]) for index, row in enumerate(rows)}
         prepared = request.model_kwargs.get(self._target.profile.cache_name)
         is_static = type(prepared) is StaticCache
         if is_static:
@@ -122,7 +120,9 @@ class KeptCache(Observer):
         config = request.model.config.get_text_config(decoder=True)
         cache: Cache = prepared if is_static else DynamicCache(config=config)
         fill_cache(cache, self._layers(rows + self._behind))
-        store_states(cache, [self._states.get(row, {}) for row in range(request.batch_size)])
+        if self._recurrent is not None:
+            self._states |= {row: self._recurrent.of_rows([index]) for index, row in enumerate(rows)}
+            store_states(cache, [self._states.get(row, {}) for row in range(request.batch_size)])
         if self._crossed is not None:
             return EncoderDecoderCache(cache, self._crossed)
         if request.user_cache is None or is_static:

@@ -4,8 +4,7 @@ There may be norms of what is added as well, or those alone, and experts in the 
 between two products runs as one kernel: sums with norms, heads on their way to attention, activated gates.
 
 The two halves of a head are the coordinates that turn (Su et al. 2021, arXiv:2104.09864): `(x, y)` becomes
-`(x cos - y sin, y cos + x sin)`. Sines are kept with the sign that they have there. In some models the coordinates are
-neighbours instead of halves, and only the first numbers of a head turn.
+`(x cos - y sin, y cos + x sin)`. Sines are kept with the sign that they have there.
 
 Draft networks are made of them, in drafting and in training, and small targets run through them. The names of their
 parts are those of checkpoints. A forward of a few tokens through a small layer is mostly module calls, not arithmetic:
@@ -401,9 +400,8 @@ class RotaryAngles:
         self._type, self._prefix = ((), "") if layer_type is None else ((layer_type,), f"{layer_type}_")
         parameters = embedding.config.rope_parameters
         self._is_static = has_static_frequencies(parameters if layer_type is None else parameters[layer_type])
-        is_plain = self._is_static and not is_hooked(embedding)
         # Whether angles have the dtype of what turns, and not float32; `None` where others than kernels know it.
-        self._rounds: bool | None = form_of(embedding, "rotary") if is_plain else None
+        self._rounds = form_of(embedding, "rotary") if self._is_static and not is_hooked(embedding) else None
         self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(

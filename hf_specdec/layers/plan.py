@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from ..kernels import _triton, norms, products, projections
 from ..kernels.norms import Norm, Scale
@@ -82,13 +83,14 @@ def planned(owner: Any, stream: torch.Tensor, cache: Any, *details: Any) -> Any:
     if plans is None:
         return owner.plan(*how)
     # Plans outlive calls, and hold no owner.
-    key = id(owner), *how
-    plan, hooks = plans.get(key) or (None, ())
-    if plan is None or any(hooks):
-        plan = owner.plan(*how)
-        modules = [*owner.modules(), *getattr(owner, "shared_modules", ())]
-        # Where hooks would be registered that are not yet there.
-        plans[key] = plan, [hooks for module in modules for hooks in hooks_of(module) if not hooks]
+    key, newest_hook = (id(owner), *how), RemovableHandle.next_id
+    plan, hooks, known_hook = plans.get(key) or (None, (), -1)
+    if known_hook != newest_hook:
+        if plan is None or any(hooks):
+            plan, modules = owner.plan(*how), [*owner.modules(), *getattr(owner, "shared_modules", ())]
+            # Where hooks would be registered that are not yet there.
+            hooks = [hooks for module in modules for hooks in hooks_of(module) if not hooks]
+        plans[key] = plan, hooks, newest_hook
     return plan
 
 

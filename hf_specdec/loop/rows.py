@@ -193,8 +193,7 @@ class Rows:
     @property
     def positions(self) -> list[int]:
         """Position of the next token of each active row, masked ones not counted."""
-        members = zip(self.active, self.members)
-        return [group.texts.lengths[index] + self._offsets[row] for row, (group, index) in members]
+        return [group.texts.lengths[i] + self._offsets[row] for row, (group, i) in zip(self.active, self.members)]
 
     def depths(self, depth: int, more: int = 0) -> list[int]:
         """Largest depth of each active row's next draft, of a drafter's, once it has `more` tokens."""

@@ -70,8 +70,7 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
     """Tells whether `LeanModel` computes exactly what the model's own forward does."""
     if not has_known_layers(model):
         return False
-    decoder: Any = model.get_decoder()
-    implementation = model.config._attn_implementation
+    decoder, implementation = model.get_decoder(), model.config._attn_implementation
     attention, weight = decoder.layers[0].self_attn, decoder.embed_tokens.weight
     kind = weight.device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
@@ -180,9 +179,7 @@ class LeanModel(SlotModel):
         if entered is not None and entered.fits(tokens, nodes.topology):
             tokens, first_layer = self._entering(entered, tokens), entered.num_layers
         rows, spans, num_nodes = nodes.rows, self.profile.spans, tokens.shape[1]
-        self.attention_layers: Counter[str] = (
-            Counter() if nodes.tree is None else Counter({TREE_KERNEL: len(self._layers)})
-        )
+        self.attention_layers = Counter({} if nodes.tree is None else {TREE_KERNEL: len(self._layers)})
         masks: list[Any]
         if nodes.tree is not None:
             masks = [TreeMask(nodes.tree, span) for span in spans]

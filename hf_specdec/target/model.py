@@ -74,7 +74,9 @@ class SlotModel:
         self.num_successors: int = 0  # the best tokens after each node that a verification returns
         self.attention_layers: Counter[str] = Counter()  # what computed the last forward's attention
         self.states = states
-        self._taps = state_taps(model, states)
+        self._taps = cache.plans.get(states) or state_taps(model, states)
+        if all(module is not model for _, module, _ in self._taps):
+            cache.plans[states] = self._taps  # for other calls; what is kept for them does not hold the model
         self.forward_kwargs: dict[str, Any] = forward_kwargs or {}
         if self.profile.is_recurrent:
             cache.last_recurrent_layer, cache.has_slots = self.profile.last_recurrent_layer, self.profile.attends
@@ -226,9 +228,8 @@ class SlotModel:
         with self.capturing() as states, self._attention.in_place(), told(nodes), fast_products(self.model):
             output = self.model(**inputs, **nodes.inputs, **self.forward_kwargs)
         self.attention_layers = nodes.layers
-        num_logits = nodes.tokens.shape[1] - logits_from
         all_states = output.get(profile.of_decoder("hidden_states"))
-        return SlotOutput(output.logits[:, -num_logits:], states, all_states)
+        return SlotOutput(output.logits[:, logits_from - nodes.tokens.shape[1] :], states, all_states)
 
     def _inputs(self, tokens: torch.LongTensor) -> dict[str, Any]:
         """Arguments that every forward of the model has, for these tokens or embeddings."""

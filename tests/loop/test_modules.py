@@ -25,6 +25,8 @@ CHANGES = {
     "vocabulary": lambda model: model.resize_token_embeddings(len(model.lm_head.weight) + 1),
     "dtype": lambda model: model.to(torch.bfloat16),
     "mode": lambda model: model.model.layers[1].self_attn.train(),
+    "frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
+    "memory": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()),
     "a number": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
     "settings": lambda model: setattr(model.config, "rope_parameters", dict(model.config.rope_parameters)),
     "attention": lambda model: model.set_attn_implementation("eager"),

@@ -138,11 +138,11 @@ class EagleNetwork(DraftNetwork):
         predicts: bool = False,  # returns the logits, in the place of what they are made of
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """What is fed back as `hidden`, and what `logits` reads, `(R, T, h)` each; with counts `(R, h)`."""
+        plan = planned(self, hidden, cache)
         groups = self.config.num_attention_heads // self.config.num_key_value_heads
         masks = dict(mask) if isinstance(mask, Mapping) else dict.fromkeys(self.spans, mask)
         if mask is not None:
             masks = {span: with_query_groups(one, groups) for span, one in masks.items()}
-        plan = planned(self, hidden, cache)
         angles, embedded = self.angles(positions, hidden, bound), plan.embed(tokens)
         if plan.project is not None:
             (stream,) = plan.project(torch.cat((embedded, hidden), dim=-1))

@@ -238,7 +238,7 @@ def test_stale_drafters_and_texts_of_grpo(trainer):
             trainer(generation)
 
 
-# Ranks of torchrun
+# Ranks, as torchrun starts them
 
 
 def speculation(method, **settings):
@@ -278,8 +278,7 @@ def test_ranks_write_the_text_of_one_process(tmp_path):
     arguments |= {"max_new_tokens": 14, "synced_lengths": lengths, "command": [*batch, str(tmp_path / "ranks.jsonl")]}
     paths = [demo.target_path(), demo.drafter_path("draft_model")]
     # As a module: the folder of a script is searched for modules, and it has names of Python's own.
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.helpers.two_ranks"]
-    command += [*paths, json.dumps(arguments)]
+    command = ["-m", "tests.helpers.two_ranks", *paths, json.dumps(arguments)]
     environment = {**os.environ, **ENVIRONMENT}
     done = subprocess.run([sys.executable, *command], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-4000:]

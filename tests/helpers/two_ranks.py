@@ -1,4 +1,4 @@
-"""Run by torchrun on two ranks, which decode speculatively; rank 0 prints what they wrote.
+"""Two ranks, as torchrun starts them, which decode speculatively; rank 0 prints what they wrote.
 
 Once with one model in two halves, once with a model and a text of its own for each rank, and once with the command for
 files of requests.
@@ -8,10 +8,12 @@ import itertools
 import json
 import os
 import random
+import socket
 import sys
 
 import torch
 from transformers import AutoModelForCausalLM
+from transformers.models.llama import modeling_llama  # noqa: F401 - before there are two processes
 from typer.testing import CliRunner
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
@@ -21,9 +23,16 @@ from hf_specdec.control import clock
 
 target_path, draft_path, arguments = sys.argv[1:]
 arguments = json.loads(arguments)
+with socket.socket() as unused:
+    unused.bind(("127.0.0.1", 0))
+    port = str(unused.getsockname()[1])
+# Imports take longer than all that follows, so the second rank is a copy of the first.
+rank = 0 if os.fork() else 1
+os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
 model = AutoModelForCausalLM.from_pretrained(target_path, tp_plan="auto", dtype=torch.float32).eval()
 model.generation_config.eos_token_id = None
-rank = torch.distributed.get_rank()
+assert torch.distributed.get_rank() == rank
 inputs = {"input_ids": torch.tensor(arguments["prompts"]), "return_dict_in_generate": True}
 inputs |= {"attention_mask": torch.ones_like(inputs["input_ids"]), "max_new_tokens": arguments["max_new_tokens"]}
 draft = AutoModelForCausalLM.from_pretrained(draft_path, dtype=torch.float32).eval()

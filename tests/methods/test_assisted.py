@@ -87,9 +87,9 @@ AUTO, BY_ROWS = {"num_speculative_tokens": "auto"}, {"num_speculative_tokens_per
         *in_full(
             ("ngram", {}, {}),
             *(pytest.param(*row.values, {}, {}, marks=row.marks) for row in (*OTHERS, *COMBINATIONS[-2:])),
-            *((name, {}, {"do_sample": True}) for name in ("ngram", "eagle3", "draft_model")),
-            *((name, AUTO, {}) for name in ("ngram", "draft_model", "ngram+eagle3")),
-            *((name, BY_ROWS, {}) for name in ("ngram", "eagle3", "ngram+medusa")),
+            *((name, {}, {"do_sample": True}) for name in ("eagle3", "draft_model")),
+            ("ngram+eagle3", AUTO, {}),
+            *((name, BY_ROWS, {}) for name in ("eagle3", "ngram+medusa")),
         ),
     ],
 )

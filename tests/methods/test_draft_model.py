@@ -79,8 +79,8 @@ def make(name: str, seed: int = 0):
     [
         ("llama", "gemma3_text", 3),
         *in_full(
-            *(("llama", draft, 3) for draft in ("gpt2", "mistral", "gemma2", *SLOT_COUNTERS)),
-            *((target, "itself", 3) for target in ("mistral", *SLOT_COUNTERS)),
+            *(("llama", draft, 3) for draft in ("gpt2", *SLOT_COUNTERS)),
+            *((target, "itself", 3) for target in SLOT_COUNTERS),
             # Rows are held to equal lengths: some commit accepted draft tokens only, and no new one.
             *((target, "llama", 3) for target in SLOT_COUNTERS),
         ),

@@ -36,7 +36,8 @@ def decoded(target, **settings):
     "name",
     [
         "eagle3 tree",
-        *in_full(*CHECKPOINTS, "suffix+eagle3", "suffix", "ngram", "recycling", "draft_model re-encoded"),
+        *in_full("dflash", "medusa", "mlp_speculator", "mtp", "ngram", "recycling", "suffix+eagle3"),
+        *in_full("draft_model re-encoded"),
     ],
 )
 def test_another_default_device(name):

@@ -1,113 +1,26 @@
-"""The pages of figures in the documentation, made from the reports in `benchmarks/results/`.
+"""The page of all figures, made from the reports in `benchmarks/results/`.
 
-python -m tools.benchmark_pages           # writes docs/benchmarks/ anew
+python -m tools.benchmark_pages           # writes benchmarks/RESULTS.md anew
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import geometric_mean
-from typing import Any, NamedTuple
+from typing import Any
 
 
 ROOT = Path(__file__).parents[1]
-RESULTS, PAGES = ROOT / "benchmarks" / "results", ROOT / "docs" / "benchmarks"
+RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "RESULTS.md"
+
+_HEAD = """# Results
+
+All figures, as the programs of [this folder](README.md) printed them. Commands are those of the version that was
+measured. [Performance](../docs/performance.md) says what follows from them."""
 
 Row = Mapping[str, Any]
-
-
-class Section(NamedTuple):
-    """The reports of these names (a glob), and what of their rows is shown; the files have all of it."""
-
-    files: str
-    title: str = ""
-    text: str = ""
-    hides: tuple[str, ...] = ()  # columns
-    keeps: Callable[[Row], bool] = lambda row: True  # rows
-
-
-class Page(NamedTuple):
-    """A page: what its readers ask, and the reports that answer."""
-
-    title: str
-    text: str
-    sections: tuple[Section, ...]
-
-
-DOCUMENTS = {
-    "real_models": Page(
-        "Real models",
-        "How fast are methods on real text, compared with plain `generate()`, transformers' own ways and this "
-        "package's loop without drafts (`none`)? Speed-up over plain `generate()` by kind of prompt, with tokens per "
-        'cycle in brackets; "all" is the geometric mean. [Choose a method](../choose.md) draws conclusions.',
-        (Section("real-*"),),
-    ),
-    "gpu": Page(
-        "On a GPU",
-        "How long does a cycle take on a GPU, compared with the read time of the weights, and how fast is every "
-        "method? The target has the size of Llama-3.1-8B and random weights, and its text is known beforehand. Draft "
-        "networks have public sizes and are untrained: their drafts are accepted at published lengths, so these are "
-        "times of cycles, not claims that a drafter is as good. Eager `generate()` launches its kernels one by one "
-        "and waits for the host; `none` is the fair baseline of what drafts gain. On 28 November 2026 `--smoke` "
-        "passed on the same GPU, also with early launches. See [performance](../performance.md) and "
-        "[kernels](../kernels.md).",
-        (
-            Section(
-                "gpu-*",
-                hides=(
-                    *("attention", "graphs", "to_fastest_of_transformers", "network_ms", "target_work_ms"),
-                    *("accept_ms", "commit_ms", "limit_ms", "to_limit", "copy_gb_per_second"),
-                ),
-                keeps=lambda row: row.get("table") not in ("kernels", "models"),
-            ),
-        ),
-    ),
-    "cpu": Page(
-        "On a CPU",
-        "The loop itself on one core: compared with transformers' assisted generation, in hostile cases, and with "
-        "many requests. [Real models](real_models.md) compares the methods.",
-        (
-            Section(
-                "overhead*",
-                "Compared with transformers' assisted generation",
-                "Decoding alone, without the prefill; greedy; fixed lengths. `demo` is the embedded model, `random` "
-                "one of 190 M random parameters with scripted drafts, four of five right. Transformers' loop takes "
-                "one row only.",
-                ("tokens_per_second", "cycle_ms", "outside_ms", "to_fastest_of_transformers", "same_texts"),
-                # Without a baseline of our own, as earlier reports are, the embedded model says little.
-                lambda row: (
-                    (row["batch_size"] == 1 if row["target"] == "random" else row["to_none"] is not None)
-                    and row["batch_size"] != 4
-                    and row["dtype"] != "float32-medium"
-                ),
-            ),
-            Section(
-                "adaptive-smollm2",
-                "Adaptive lengths",
-                'Is `num_speculative_tokens="auto"` ever slower than plain `generate()`, and how far is it from the '
-                "best fixed length? Medians of the rounds' ratios, with their range. The aims are 0.97 of plain "
-                "generation in hostile cases and 0.95 of the best fixed length in friendly ones. "
-                "[Control](../control.md) summarises the other targets.",
-                ("rounds", "tokens_per_cycle"),
-            ),
-            Section(
-                "many-*",
-                "Many requests",
-                "What does it gain to keep a batch full ([many requests](../many.md)), compared with batches of fixed "
-                "size?",
-                ("seconds", "same_texts"),
-            ),
-            Section(
-                "serving",
-                "A server",
-                "How much more does [`hf-specdec serve`](../server.md) answer with drafts?",
-                ("same_texts",),
-            ),
-        ),
-    ),
-}
 
 
 def tables_of(rows: Sequence[Row]) -> Iterator[tuple[str, list[str], list[Row]]]:
@@ -182,38 +95,23 @@ def environment(found: Mapping[str, Any]) -> str:
     return f"{found['date'][:10]}; {machine}{load}; {versions}, Python {found['python']}."
 
 
-def pages() -> dict[str, str]:
-    """Texts of all pages by file name."""
-    made = {}
-    for name, page in DOCUMENTS.items():
-        note = "Commands are those of the version that was measured; all figures are in `benchmarks/results/`."
-        parts = [f"# {page.title}", f"{page.text} {note}"]
-        for section in page.sections:
-            parts += [f"## {section.title}", section.text] if section.title else []
-            for path in sorted(RESULTS.glob(f"{section.files}.json"), key=lambda path: path.stem):
-                parts += [
-                    f"### {path.stem}" if section.title else f"## {path.stem}",
-                    *_shown(json.loads(path.read_text(encoding="utf-8")), section),
-                ]
-        made[f"{name}.md"] = "\n\n".join(parts) + "\n"
-    return made
+def report(name: str) -> dict[str, Any]:
+    """What a program has written to `benchmarks/results/`."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
 
 
-def _shown(report: Mapping[str, Any], section: Section) -> tuple[str, str, str]:
-    """When and how a report was measured, its command, and its tables."""
-    rows = by_kind(report["rows"]) if "kind" in report["rows"][0] else report["rows"]
-    kept = [
-        {key: value for key, value in row.items() if key not in section.hides} for row in rows if section.keeps(row)
-    ]
-    return environment(report["environment"]), f"```\n{report['command']}\n```", markdown(kept)
+def figures(name: str) -> str:
+    """When and how a report was measured, and its tables."""
+    found = report(name)
+    rows = by_kind(found["rows"]) if "kind" in found["rows"][0] else found["rows"]
+    return "\n\n".join((environment(found["environment"]), f"```\n{found['command']}\n```", markdown(rows)))
 
 
-def main() -> None:
-    for path in PAGES.glob("*.md"):
-        path.unlink()
-    for name, text in pages().items():
-        (PAGES / name).write_text(text, encoding="utf-8")
+def page() -> str:
+    """The text of the page."""
+    names = sorted(path.stem for path in RESULTS.glob("*.json"))
+    return "\n\n".join([_HEAD, *(f"## {name}\n\n{figures(name)}" for name in names)]) + "\n"
 
 
 if __name__ == "__main__":
-    main()
+    PAGE.write_text(page(), encoding="utf-8")

@@ -5,7 +5,6 @@ python -m tools.method_tables             # writes them anew, between `<!-- tabl
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from dataclasses import fields
@@ -22,7 +21,7 @@ from tools.command_tables import commands, options_table, shared_options_table
 
 
 ROOT = Path(__file__).parents[1]
-_PAGES = ("choose", "cli", "configuration", "hub", "models", "training")
+_PAGES = ("choose", "cli", "configuration", "hub", "models", "performance", "training")
 # Pages of several methods, by the folders of these.
 _SHARED_PAGES = {
     **dict.fromkeys(("ngram", "suffix", "recycling", "none"), "no_weights"),
@@ -31,9 +30,12 @@ _SHARED_PAGES = {
 }
 PAGES = ("README.md", "mkdocs.yml", *(f"docs/{page}.md" for page in _PAGES))
 
+# Reports whose figures a page shows.
+FIGURES = ("real-qwen2.5-coder", "real-smollm2")
+
 # Marks of Markdown, and of the navigation.
 _TABLE = re.compile(
-    r"(?P<begin><!-- table (?P<name>[\w -]+) -->\n|(?<= )# table (?P<nav>\w+)\n).*?(?P<end><!-- end -->| +# end)",
+    r"(?P<begin><!-- table (?P<name>[\w .-]+) -->\n|(?<= )# table (?P<nav>\w+)\n).*?(?P<end><!-- end -->| +# end)",
     re.DOTALL,
 )
 
@@ -132,8 +134,8 @@ def _listed(names) -> str:
 
 
 def real_model() -> str:
-    report = json.loads((benchmark_pages.RESULTS / "real-qwen2.5-coder.json").read_text(encoding="utf-8"))
-    return benchmark_pages.markdown(benchmark_pages.by_kind(report["rows"]))
+    """Speed-ups of a real model, which the README shows."""
+    return benchmark_pages.markdown(benchmark_pages.by_kind(benchmark_pages.report("real-qwen2.5-coder")["rows"]))
 
 
 def recipes_table() -> str:
@@ -176,6 +178,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "recipes": recipes_table,
     "training arguments": training_arguments_table,
     "real model": real_model,
+    **{f"figures of {name}": partial(benchmark_pages.figures, name) for name in FIGURES},
     "targets": support_tables.targets_table,
     "states": support_tables.states_table,
     "refused": support_tables.refused_table,

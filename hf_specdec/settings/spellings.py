@@ -35,11 +35,11 @@ _NAMES_ELSEWHERE = {
 }
 OTHER_NAMES = {other: name for name, others in _NAMES_ELSEWHERE.items() for other in others.split()}
 
-# Accepted, and why they change nothing. The first two are vLLM's.
+# Accepted, though they change nothing: the value that says so, and why. The first two are vLLM's.
 _WITHOUT_EFFECT = {
-    "disable_padded_drafter_batch": "rows are not padded to each other here",
-    "draft_tensor_parallel_size": "a draft model lies in as many processes as it was loaded into",
-    "prompt_lookup_max_indexed_tokens": "the last million tokens of each row are searched",
+    "disable_padded_drafter_batch": (False, "rows are not padded to each other here"),
+    "draft_tensor_parallel_size": (1, "a draft model lies in as many processes as it was loaded into"),
+    "prompt_lookup_max_indexed_tokens": (2**20, "the last million tokens of each row are searched"),
 }
 
 TYPICAL_ACCEPTANCE = (0.09, 0.3)
@@ -47,37 +47,45 @@ SPARSE_KV_WINDOW = (4, 512)
 # Of a past response that `suffix` keeps, on average at most.
 CACHED_TOKENS_PER_REQUEST = 200
 
+Flat = dict[str, Any]
 
-def _lengths_up_to(most_rows: Any, flat: dict[str, Any]) -> Any:
+
+def _taken(flat: Flat, name: str, default: Any = None) -> Any:
+    """A setting that stands in the same as another, out of the flat ones."""
+    value = flat.pop(name, None)
+    return default if value is None else value
+
+
+def _lengths_up_to(most_rows: Any, flat: Flat) -> Any:
     """Lengths by the number of rows, as they are given, and 0 above so many rows."""
-    given = lengths_by_batch_size(flat.pop("num_speculative_tokens_per_batch_size", None)) or ()
+    given = lengths_by_batch_size(_taken(flat, "num_speculative_tokens_per_batch_size")) or ()
     return [*((first, length) for first, length in given if first <= most_rows), (most_rows + 1, 0)]
 
 
-def _fewer_requests(num_tokens: Any, flat: dict[str, Any]) -> Any:
+def _fewer_requests(num_tokens: Any, flat: Flat) -> Any:
     most = num_tokens // CACHED_TOKENS_PER_REQUEST
-    return min(flat.pop("suffix_decoding_max_cached_requests", most), most)
+    return min(_taken(flat, "suffix_decoding_max_cached_requests", most), most)
 
 
-def _window(window: Any, flat: dict[str, Any]) -> Any:
-    return (flat.pop("sparse_kv_sinks", SPARSE_KV_WINDOW[0]), window) if is_int(window) else window
+def _window(window: Any, flat: Flat) -> Any:
+    return (_taken(flat, "sparse_kv_sinks", SPARSE_KV_WINDOW[0]), window) if is_int(window) else window
 
 
-def _alternatives(guesses_ends: Any, flat: dict[str, Any]) -> Any:
-    given = flat.pop("grammar_most_alternatives", None)
+def _alternatives(guesses_ends: Any, flat: Flat) -> Any:
+    given = _taken(flat, "grammar_most_alternatives")
     return given if guesses_ends else 0
 
 
-# Today's name of each, and its value by the given one; what else stands in the same setting is taken out of the flat
-# settings. vLLM's are among them.
-_REPLACED: dict[str, tuple[str, Callable[[Any, dict[str, Any]], Any]]] = {
+def _thresholds(epsilon: Any, flat: Flat) -> Any:
+    return epsilon, _taken(flat, "posterior_alpha", TYPICAL_ACCEPTANCE[1])
+
+
+# Today's name of each, vLLM's among them, and its value by the given one and the other settings.
+_REPLACED: dict[str, tuple[str, Callable[[Any, Flat], Any]]] = {
     "disable_by_batch_size": ("num_speculative_tokens_per_batch_size", _lengths_up_to),
     "draft_min_path_prob": ("draft_confidence_threshold", lambda value, flat: value),
     "grammar_guesses_ends": ("grammar_most_alternatives", _alternatives),
-    "posterior_threshold": (
-        "rejection_sample_options",
-        lambda value, flat: (value, flat.pop("posterior_alpha", TYPICAL_ACCEPTANCE[1])),
-    ),
+    "posterior_threshold": ("rejection_sample_options", _thresholds),
     "posterior_alpha": ("rejection_sample_options", lambda value, flat: (TYPICAL_ACCEPTANCE[0], value)),
     "same_tokenizer": ("draft_vocabulary", lambda value, flat: "same" if value else None),
     "sparse_kv_window": ("sparse_kv_window", _window),
@@ -89,25 +97,27 @@ _REPLACED: dict[str, tuple[str, Callable[[Any, dict[str, Any]], Any]]] = {
 }
 
 
-def respelled(flat: dict[str, Any]) -> dict[str, Any]:
-    """Flat settings by today's names; what is `None` was not given."""
+def respelled(flat: Flat) -> Flat:
+    """Flat settings by today's names; `None` is the default."""
     flat = dict(flat)
-    for name, why in _WITHOUT_EFFECT.items():
-        if flat.pop(name, None):
+    for name, (neutral, why) in _WITHOUT_EFFECT.items():
+        if _taken(flat, name, neutral) != neutral:
             from transformers.utils import logging
 
             logging.get_logger(__name__).warning_once(f"`{name}` changes nothing: {why}.")
     replaced: dict[str, str] = {}
     for name, (today, value_of) in _REPLACED.items():
-        given = flat.pop(name, None)
+        if name not in flat:
+            continue
+        given = flat.pop(name)
         try:
             value = None if given is None else value_of(given, flat)
         except TypeError:
             raise SpecConfigError(f"`{name}` must be a number, got {shown(given)}.") from None
         if value is None:
-            continue
-        if flat.get(today) is not None:
+            flat.setdefault(today, None)
+        elif flat.get(today) is None:
+            flat[today], replaced[today] = value, name
+        else:
             raise SpecConfigError(f"`{replaced.get(today, today)}` and `{name}` are one setting. Keep one.")
-        flat[today] = value
-        replaced[today] = name
     return flat

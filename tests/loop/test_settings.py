@@ -189,6 +189,7 @@ RESPELLED = [
         {"num_speculative_tokens_per_batch_size": {1: 5, 4: 2, 9: 0}},
     ),
     ("ngram", {"prompt_lookup_max_indexed_tokens": 64, "draft_tensor_parallel_size": 1}, {}),
+    ("ngram", {"disable_by_batch_size": None}, {"num_speculative_tokens_per_batch_size": None}),
     ("ngram", {RULE: "typical", "posterior_alpha": 0.5}, {RULE: "typical", RULE_OPTIONS: [0.09, 0.5]}),
     (
         "ngram",

@@ -307,15 +307,7 @@ def _check_takes(generator_class: type[CandidateGenerator], method: str, draft_m
 
 
 def age_texts(target_model: torch.nn.Module, most_age: int) -> int:
-    """Makes the texts that a target's drafters remember older by one, such as the responses in the trees of `suffix`.
-
-    Args:
-        target_model (`PreTrainedModel`): The target.
-        most_age (`int`): Texts that have become older than this are forgotten; 0 forgets all.
-
-    Returns:
-        `int`: How many were forgotten.
-    """
+    """Makes remembered texts older by one, forgets those older than `most_age`, and returns how many these were."""
     return sum(entry.generator_class.age_texts(entry.resources, most_age) for entry in record_of(target_model).loaded)
 
 

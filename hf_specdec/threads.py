@@ -101,18 +101,14 @@ class Recent(Generic[Value]):
 
 
 class StandIns:
-    """Attributes of objects that hold others than their own while somebody needs that: one thread, or several at once.
-
-    They are put in their places for the first, and what was there comes back after the last. A place is an object, the
-    name of an attribute, and what stands in, `None` for nothing. `may_replace` tells whether what an object has there
-    may make way for it.
-    """
+    """Attributes of objects that hold others than their own while somebody needs that, one thread or several."""
 
     def __init__(
         self,
         places: Iterable[tuple[Any, str, Any]],
         may_replace: Callable[[Any, Any], bool] = lambda owner, value: True,
     ):
+        # Each an object, the name of an attribute, and what stands in; `None` for nothing.
         self.places: tuple[tuple[Any, str, Any], ...] = tuple(places)
         self._may_replace = may_replace
         self._before: dict[int, Any] = {}  # what has made way, by the number of the place

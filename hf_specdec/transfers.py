@@ -48,10 +48,7 @@ _holding = _Holding()
 
 @contextmanager
 def holding() -> Iterator[dict[Any, Any]]:
-    """Yields a dict that gets all cached values that are asked for inside, in this thread.
-
-    A graph reads them where they were. With the dict they live as long as the graph, though they may be evicted.
-    """
+    """Yields a dict that keeps cached values asked for inside, in this thread, as long as a graph that reads them."""
     _holding.values = held = {}
     try:
         yield held

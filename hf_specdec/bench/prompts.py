@@ -67,19 +67,7 @@ class Batch:
 
 
 def read_prompts(source: str, max_new_tokens: int = 256, per_kind: int | None = None) -> list[Prompt]:
-    """The prompts that `--prompts` names.
-
-    Args:
-        source (`str`): "demo", "spec-bench", or a file. A file of JSON (an object a line, or in a `.json` file one
-            list) has records with a text in one of the fields of `hf_specdec.prompts`, or a chat, of which the user's
-            first message is taken, and optionally `name` or `question_id`, `category`, and `max_new_tokens`; strings
-            are texts. Any other file is text: its paragraphs, or where no line is empty its lines.
-        max_new_tokens (`int`): How many tokens to generate; a record's own number holds where it is smaller.
-        per_kind (`int`, *optional*): Only so many of each kind, the first ones.
-
-    Raises:
-        SpecConfigError: The file cannot be read or fetched, or a record is no prompt.
-    """
+    """The prompts that `--prompts` names, "demo", "spec-bench" or a file, or of each kind the first ones."""
     if source == DEMO:
         prompts = demo.prompts()
     elif source == SPEC_BENCH:
@@ -190,6 +178,7 @@ def _no_spec_bench(reason: str, path: Path) -> SpecConfigError:
 
 
 def _read_file(path: Path, max_new_tokens: int) -> list[Prompt]:
+    """Of JSON (an object or text a line, or one list) its records; of a text its paragraphs, or else its lines."""
     try:
         content = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:

@@ -129,22 +129,7 @@ def push_folder(
     token: str | bool | None = None,
     **card: Any,
 ) -> str:
-    """Writes the card of a folder that holds a drafter, and uploads all of it.
-
-    Args:
-        folder (`str` or `os.PathLike`): A saved folder or a checkpoint.
-        repo_id (`str`): The repository, made if needed.
-        private (`bool`, *optional*): Of a new repository; `None`: the default of the account.
-        token (`str` or `bool`, *optional*): Access token; `None`: that of the login.
-        card: As of [`write_card`].
-
-    Returns:
-        `str`: The address of the commit.
-
-    Raises:
-        SpecConfigError: `repo_id` is no valid id, or the card cannot be made.
-        huggingface_hub.errors.HfHubHTTPError: The Hub refuses: no login, no rights.
-    """
+    """Writes the card of a folder that holds a drafter, uploads all of it, and returns the address of the commit."""
     api = _api(repo_id, token)
     write_card(folder, name=repo_id, **card)
     return _upload(api, repo_id, folder, private, "Upload a drafter")
@@ -171,20 +156,7 @@ def _upload(
 
 
 def write_card(folder: str | os.PathLike[str], *, name: str | None = None, **card: Any) -> Path:
-    """Writes the card of a folder that holds a drafter; one that is there keeps its text and its other metadata.
-
-    Args:
-        folder (`str` or `os.PathLike`): A saved folder or a checkpoint.
-        name (`str`, *optional*): Repo id of the drafter; `None`: the name of the folder.
-        card: `target` (`None`: as the checkpoint or the card says), `license`, `tags`, `base_model_relation`, `report`
-            of [`make_card`].
-
-    Returns:
-        `Path` of the card.
-
-    Raises:
-        SpecConfigError: The folder is none, or the card cannot be made.
-    """
+    """Writes the card of a folder that holds a drafter; one that is there keeps its text and other metadata."""
     folder = Path(folder)
     if not folder.is_dir():
         raise SpecConfigError(

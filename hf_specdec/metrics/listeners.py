@@ -123,15 +123,7 @@ def remove_listener(listener: Listener) -> None:
 
 
 def begin_call(stats: SpecDecodingStats, model_name: str) -> CallProgress:
-    """Tells everybody who listens that a call begins.
-
-    Args:
-        stats (`SpecDecodingStats`): The call's, which it fills.
-        model_name (`str`): Of the target.
-
-    Returns:
-        `CallProgress`, to be told how the call gets on.
-    """
+    """Tells everybody who listens that a call begins, which fills the statistics and tells how it gets on."""
     with _lock:
         listeners = [*_listeners, *_listeners_here.get()]
     observers = []

@@ -223,11 +223,7 @@ _SUMS = tuple(name for name in _SUMS if name not in _NO_SUMS)
 
 
 class StatsReader:
-    """Reads a call's statistics bit by bit while the call fills them.
-
-    Args:
-        stats (`SpecDecodingStats`): The call's.
-    """
+    """Reads a call's statistics bit by bit while the call fills them."""
 
     def __init__(self, stats: SpecDecodingStats):
         self.stats = stats

@@ -53,10 +53,7 @@ def usage_of(num_prompt_tokens: int, num_tokens: int, stats: SpecDecodingStats) 
 
 
 class Form:
-    """The form of the answers to one request, whole or in chunks.
-
-    `text_of` gives the text of a token, where log-probabilities are wanted.
-    """
+    """The form of the answers to one request, whole or in chunks; log-probabilities need the text of a token."""
 
     def __init__(self, name: str, model: str, is_chat: bool, text_of: Callable[[int], str] | None = None):
         self._is_chat, self._has_logprobs, self._text_of = is_chat, text_of is not None, text_of or str

@@ -124,11 +124,7 @@ _PLAINLY = "Leave it out."
 
 
 class GenerationBody(_Body):
-    """Fields of both kinds of requests.
-
-    Sampling is the model's own unless `temperature`, `top_p`, `top_k` or `min_p` is given. `spec_method` can only
-    switch drafts off, and `num_speculative_tokens` bound their length: the drafter is the server's.
-    """
+    """Fields of both kinds of requests; the drafter is the server's, and sampling the model's where none is asked."""
 
     refused: ClassVar[dict[str, str]] = {
         **dict.fromkeys(

@@ -161,11 +161,7 @@ def types_of(hint: Any) -> tuple[Any, ...]:
 
 
 def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, aliases: Collection[str] = ()) -> Any:
-    """The value of a setting in the form of its annotation: unions of plain types, `Literal` and tuples.
-
-    A list that has bounds has at least one number. `aliases` are short spellings, for the message. Raises
-    `SpecConfigError` where the value has another type, is none of the choices or is out of bounds.
-    """
+    """The value of a setting in the form of its annotation (unions of plain types, `Literal`, tuples), or an error."""
     if isinstance(value, str) and len(value) > _MOST_CHARACTERS:
         raise SpecConfigError(f"`{name}` must have at most {_MOST_CHARACTERS} characters, got {len(value)}.")
     types = types_of(hint)

@@ -244,7 +244,7 @@ def test_many_clients_some_of_whom_leave(batch_size, num_rounds, num_clients):
             wait_until(lambda: manager._engine.is_idle and not manager._open)
             gc.collect()
             used.append(process.memory_info().rss / 2**20)
-        kept = (manager._results, manager._handlers, manager._open, manager._to_do)
+        kept = (manager._results, manager._handlers, manager._open, manager._changed)
         assert list(map(len, kept)) == [0] * len(kept)
         # All places are there.
         most = batch_size + service.limits.max_waiting

@@ -157,10 +157,7 @@ class AssistedSide:
                     "has made no forward: another model is decoded. Load the speculator for that one."
                 )
             return captured
-        return self._handed_over(model_outputs, keys)
-
-    def _handed_over(self, model_outputs: Any, keys: tuple) -> dict:
-        """Takes from transformers' tuple what enters each layer, and what the head reads."""
+        # transformers' tuple has what enters each layer, and what the head reads.
         states = getattr(model_outputs, "hidden_states", None)
         if states is None:
             raise UnsupportedModelError(

@@ -246,9 +246,7 @@ class CheckpointReader:
         shape, symbols = self.shape(name), dimensions(row.shape)
         if len(shape) != len(symbols):
             what = "a matrix" if len(symbols) == 2 else f"of {len(symbols)} dimension{'s' if len(symbols) > 1 else ''}"
-            raise CheckpointFormatError(
-                f"'{self.name}': {self.stored[name]} must be {what}, and has the shape {list(shape)}. {self.fitting}"
-            )
+            raise self.wrong(f"has {self.stored[name]} of the shape {list(shape)}, which must be {what}", self.fitting)
         for size, (factor, symbol) in zip(shape, symbols):
             if symbol != "*":
                 sizes.setdefault(symbol, size // factor)
@@ -260,10 +258,9 @@ class CheckpointReader:
         """Checks that tensors are there; `of` says whose they are."""
         missing = [self.name_in_file(name) for name in names if name not in self.stored]
         if missing:
-            raise CheckpointFormatError(
-                f"'{self.name}' lacks {len(missing)} tensors of {of}: {listed(missing)} (it has {len(self.stored)} in "
-                f"{self.header.file}). Pass a complete checkpoint."
-            )
+            has = f"it has {len(self.stored)} in {self.header.file}"
+            lacks = f"lacks {len(missing)} tensors of {of}: {listed(missing)} ({has})"
+            raise self.wrong(lacks, "Pass a complete checkpoint.")
 
     # Tensors
 

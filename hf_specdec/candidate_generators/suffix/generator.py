@@ -29,7 +29,7 @@ from ...drafts.static import MAX_NODES
 from ...errors import CheckpointFormatError, MissingDependencyError, SpecConfigError
 from ...protocol import Commit, DraftStep, Lookups, Prompt, Session
 from ...settings import SpeculativeConfig
-from ...settings.checks import Bounds, Options, checked, setting
+from ...settings.checks import Options, setting
 from ...settings.spellings import CACHED_TOKENS_PER_REQUEST
 from ...threads import Lock
 from ..base import CandidateGenerator
@@ -138,9 +138,6 @@ class SuffixCache:
         max_cached_tokens: int = 2_000_000,
         vocab_size: int | None = None,
     ):
-        checked("max_tree_depth", max_tree_depth, int, Bounds(2, MAX_NODES))
-        checked("max_cached_requests", max_cached_requests, int, Bounds(-1, _MOST_CACHED))
-        checked("max_cached_tokens", max_cached_tokens, int, Bounds(0, _MOST_CACHED))
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
         self.max_cached_tokens = max_cached_tokens
@@ -236,7 +233,6 @@ class SuffixCache:
 
     def age_responses(self, most_age: int) -> int:
         """Makes all responses older by one; evicts those older than `most_age`, and returns how many."""
-        checked("most_age", most_age, int, Bounds(least=0))
         with self._lock:
             self._age += 1
             old = [req_id for req_id, response in self._responses.items() if self._age - response.born > most_age]

@@ -20,6 +20,7 @@ logger = logging.get_logger(__name__)
 try:
     import triton
     import triton.language as tl
+    from triton.language.extra.cuda import gdc_wait  # noqa: F401 - since 3.4: before, kernels do not compile
 
     HAS_TRITON = True
 except ImportError:
@@ -34,6 +35,9 @@ except ImportError:
 
 # Kernels run in Triton's interpreter, on CPU tensors. Triton reads the variable when it is imported.
 IS_INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+# Of tensors that kernels take, on a CPU as well.
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 # Read once, when the package is first used.
 CHOICE = kernel_choice()
@@ -59,13 +63,13 @@ def use_triton(*tensors: torch.Tensor | None) -> bool:
     if CHOICE == "auto":
         if on_gpu and not HAS_TRITON:
             logger.warning_once(
-                "Triton is not installed, so verification runs through plain torch operations, which are slower. "
-                "Install it with `pip install triton`, in the version that your torch asks for."
+                "Triton 3.4 or later is not installed, so verification runs through plain torch operations, which are "
+                "slower. Install it with `pip install triton`, in the version that your torch asks for."
             )
         return on_gpu and HAS_TRITON
     if not HAS_TRITON:
         raise MissingDependencyError(
-            "HF_SPECDEC_KERNELS=triton, but Triton is not installed. Install it, or unset the variable."
+            "HF_SPECDEC_KERNELS=triton, but Triton 3.4 or later is not installed. Install it, or unset the variable."
         )
     if not (on_gpu or IS_INTERPRETED):
         raise SpecConfigError(
@@ -77,12 +81,9 @@ def use_triton(*tensors: torch.Tensor | None) -> bool:
 
 def fuses(stream: torch.Tensor) -> bool:
     """Decides whether operations of layers over a stream run as kernels, which have no gradients and no autocast."""
-    if torch.is_grad_enabled() or stream.dtype not in FUSED_DTYPES or not use_triton(stream):
+    if torch.is_grad_enabled() or stream.dtype not in DTYPES or not use_triton(stream):
         return False
     return not torch.is_autocast_enabled(stream.device.type)
-
-
-FUSED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 # As kernels read it.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from ._triton import FUSED_DTYPES, tl, triton, use_triton
+from ._triton import DTYPES, tl, triton, use_triton
 from .launching import MOST_PARTS, arrivals, as_lines, ends_last, parts_of_lines
 
 
@@ -25,7 +25,7 @@ MOST_BEST = 32
 
 def best_tokens(scores: torch.Tensor) -> torch.LongTensor:
     """The id of the highest score, the first of equal ones: scores of shape `(..., V)` to ids of shape `(...)`."""
-    if scores.dtype in FUSED_DTYPES and use_triton(scores):
+    if scores.dtype in DTYPES and use_triton(scores):
         return _best_triton(scores)
     if not scores.is_cpu:
         return scores.argmax(-1)
@@ -35,7 +35,7 @@ def best_tokens(scores: torch.Tensor) -> torch.LongTensor:
 
 def best_log_probs(logits: torch.Tensor, count: int) -> tuple[torch.FloatTensor, torch.LongTensor]:
     """The K best tokens `(..., K)` of logits `(..., V)`, best first, after their log-probabilities in float32."""
-    if count <= MOST_BEST and logits.dtype in FUSED_DTYPES and use_triton(logits):
+    if count <= MOST_BEST and logits.dtype in DTYPES and use_triton(logits):
         return _ranked_triton(logits, count)
     values, tokens = F.log_softmax(logits, -1, dtype=torch.float32).topk(count)
     return values, tokens

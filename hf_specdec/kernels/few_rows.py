@@ -23,9 +23,8 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ..threads import Lock
+from ._triton import DTYPES
 
-
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 # Bytes of weights that a thread takes at a time.
 _CHUNK_BYTES = 1 << 16

@@ -22,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 from ..machine import is_intel, multiplies
 from ..target_facts import computing_device
 from ..threads import Lock, OwnForwards, is_of_class
-from ._triton import CHOICE
-from .few_rows import DTYPES, linears, takes, takes_weight
+from ._triton import CHOICE, DTYPES
+from .few_rows import linears, takes, takes_weight
 
 
 # Whether other ways than torch's are taken. The environment variable HF_SPECDEC_KERNELS=torch leaves all to torch.

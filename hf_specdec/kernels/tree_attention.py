@@ -28,8 +28,6 @@ MAX_NODES = 64
 
 MAX_HEAD_SIZE = 256
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-
 
 @dataclass(frozen=True)
 class Beginning:

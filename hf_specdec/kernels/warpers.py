@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from transformers.generation import logits_process as hf
 
-from ._triton import FUSED_DTYPES, tl, triton, use_triton
+from ._triton import DTYPES, tl, triton, use_triton
 from .launching import arrivals, as_lines, ends_last, parts_of_lines
 
 
@@ -42,7 +42,7 @@ class Warping(NamedTuple):
 
 def can_warp(logits: torch.Tensor) -> bool:
     """Tells whether there are kernels for such logits."""
-    return logits.dtype in FUSED_DTYPES and use_triton(logits)
+    return logits.dtype in DTYPES and use_triton(logits)
 
 
 def warped(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:

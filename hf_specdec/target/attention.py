@@ -24,8 +24,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask,
 from transformers.modeling_utils import AttentionInterface
 
 from ..errors import UnsupportedModelError
-from ..kernels._triton import use_triton
-from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE, SlotTree
+from ..kernels._triton import DTYPES, use_triton
+from ..kernels.tree_attention import MAX_HEAD_SIZE, SlotTree
 from ..threads import Lock, StandIns
 from .forward import SlotForward, running
 from .masks import FULL, Span, TreeMask

@@ -25,14 +25,13 @@ from transformers import PreTrainedModel
 
 from ..drafts import TreeTopology, chain_topology
 from ..kernels.products import fast_products
-from ..kernels.tree_attention import DTYPES, MAX_HEAD_SIZE
 from ..layers.experts import MixtureOfExperts
 from ..layers.known import has_known_layers, is_untouched, modules_of
 from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, RotaryAngles
 from ..layers.plan import LayerPlan, Read, Way, bind_linears, first_outputs, norm_of, plan_layers, planned, reading
 from ..layers.structure import form_of
 from ..modules import kept_for
-from .attention import TREE_KERNEL, attention_switch, takes_trees
+from .attention import DTYPES, MAX_HEAD_SIZE, TREE_KERNEL, attention_switch, takes_trees
 from .cache import SlotCache
 from .facts import model_profile
 from .forward import SlotForward, SlotOutput

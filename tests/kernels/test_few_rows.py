@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch.testing._internal.two_tensor import TwoTensor
 
 from hf_specdec.kernels import few_rows
-from hf_specdec.kernels.few_rows import DTYPES, linears
+from hf_specdec.kernels._triton import DTYPES
+from hf_specdec.kernels.few_rows import linears
 from tests.helpers.levels import in_full
 
 

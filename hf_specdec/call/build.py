@@ -23,7 +23,7 @@ from ..target.cache import SlotCache
 from ..target.facts import model_profile
 from ..target.graphs import call_graphs
 from ..target.lean import slot_model
-from ..target.parts.adapters import ADAPTED_ROW, OutsideOfAdapters, RowInputs
+from ..target.parts.adapters import RowInputs
 from ..target_facts import model_name, vocabulary_size
 from .output import KeptCache, returned
 
@@ -116,8 +116,6 @@ def build(
             target.parts.append(RowInputs(model, row_inputs))
         if_it_fails.callback(target.close)
         session.target_ref = ref(target)
-        if ADAPTED_ROW in row_inputs:
-            drafter = OutsideOfAdapters(drafter, model)
         if is_first:
             graphs = call_graphs(
                 model,

@@ -1,8 +1,9 @@
 """PEFT's adapters that differ from row to row: `generate(adapter_names=[...])` of a `PeftModel`.
 
 PEFT tells every adapted layer the names of all rows of the call, by hooks that last as long as the call. Here rows
-leave and change places, so a forward of the loop is told those of its own rows. Where rows of several calls stand
-beside each other, the hooks list all adapters of the model, and each row has a place in that list.
+leave and change places, so a forward of the target is told those of its own rows. Whatever else runs in the call, such
+as a drafter that shares layers, has the active adapters. Where rows of several calls stand beside each other, the
+hooks list all adapters of the model, and each row has a place in that list.
 """
 
 from __future__ import annotations
@@ -38,15 +39,20 @@ class RowAdapters:
     def __bool__(self) -> bool:
         return bool(self._hooks)
 
+    def take_over(self) -> None:
+        """Tells the layers no names, from now on, outside of forwards of the target."""
+        for hook in self._hooks:
+            vars(hook).setdefault(_OF_CALL, hook.keywords[_KEY])
+            hook.keywords[_KEY] = None
+
     @contextmanager
-    def telling(self, rows: Sequence[int] | None, of_call: bool = True) -> Iterator[None]:
-        """Tells the layers, inside the block, the names at these places, or none: then the active adapters run."""
+    def telling(self, rows: Sequence[int], of_call: bool = True) -> Iterator[None]:
+        """Tells the layers, inside the block, the names at these places among those of the call, or those told now."""
         before = [hook.keywords[_KEY] for hook in self._hooks]
         try:
-            for hook, names in zip(self._hooks, before):
-                names_of_all = vars(hook).setdefault(_OF_CALL, names) if of_call else names
-                told = None if rows is None or names_of_all is None else [names_of_all[row] for row in rows]
-                hook.keywords[_KEY] = told
+            for hook, told in zip(self._hooks, before):
+                names = vars(hook)[_OF_CALL] if of_call else told
+                hook.keywords[_KEY] = None if names is None else [names[row] for row in rows]
             yield
         finally:
             for hook, names in zip(self._hooks, before):
@@ -59,6 +65,8 @@ class RowInputs(Part):
     def __init__(self, model: torch.nn.Module, values: dict[str, torch.Tensor]):
         self.model = model
         self.values: dict[str, torch.Tensor] = values
+        if ADAPTED_ROW in values:
+            RowAdapters(model).take_over()
 
     def reading(self, nodes: SlotForward) -> AbstractContextManager[None]:
         if nodes.topology is not None:
@@ -117,25 +125,3 @@ class AdapterChoice:
             for layer, hook in zip(self._layers, self._hooks):
                 handles.callback(layer.register_forward_pre_hook(hook, with_kwargs=True).remove)
             yield
-
-
-class OutsideOfAdapters:
-    """A drafter that shares layers with its target: while it runs, they have their active adapters, not the rows'."""
-
-    def __init__(self, drafter: Any, model: torch.nn.Module):
-        self.drafter = drafter
-        self._model = model
-
-    def __getattr__(self, name: str) -> Any:
-        value = getattr(self.drafter, name)
-        if name not in ("prefill", "propose", "observe", "draft_ahead"):
-            return value
-
-        def outside(*arguments: Any) -> Any:
-            with RowAdapters(self._model).telling(None):
-                return value(*arguments)
-
-        return outside
-
-    def join(self, other: OutsideOfAdapters, numbers: dict[int, int]) -> None:
-        self.drafter.join(other.drafter, numbers)

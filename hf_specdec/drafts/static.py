@@ -170,24 +170,16 @@ class TokenTree:
             highest[depth - 1] = max(highest[depth - 1], rank + 1)
         return tuple(highest)
 
-    def num_nodes_to(self, depth: int) -> int:
-        """Nodes of at most this depth; they come first."""
-        return bisect_right(self.depths, depth)
-
     @lru_cache(maxsize=256)  # noqa: B019 - trees are small, and equal ones share what follows
     def up_to(self, depth: int) -> TokenTree:
         """The tree without what lies deeper."""
-        return self if depth >= self.max_depth else replace(self, paths=self.paths[: self.num_nodes_to(depth)])
+        return self if depth >= self.max_depth else replace(self, paths=self.paths[: bisect_right(self.depths, depth)])
 
     @cached_property
     def prior_probs(self) -> tuple[float, ...]:
         """Probability of each node, by the accuracies to assume where none were measured."""
         accuracies = self.rank_accuracies or prior_accuracies(1, max(self.widths, default=1))[0]
         return tuple(math.prod(accuracies[rank] for rank in path) for path in self.paths)
-
-    @cached_property
-    def prior_probs_by_rank(self) -> torch.FloatTensor:
-        return torch.tensor(sorted(self.prior_probs, reverse=True), device="cpu")
 
     @lru_cache(maxsize=256)  # noqa: B019 - as above
     def likeliest(self, count: int) -> tuple[TokenTree, tuple[int, ...]]:
@@ -201,9 +193,14 @@ class TokenTree:
         """Depths and ancestors, computed once per device."""
         return chain_topology(len(self), device) if self.is_chain else static_topology(self.parents, device)
 
-    @kept_on_device
-    def levels(self, device: torch.device) -> tuple[Level, ...]:
+    def levels(self, device: torch.device) -> Sequence[Level]:
         """The tree depth by depth, for drafters that read nodes to find their children."""
+        if self.is_chain:
+            return [Level(1, slice(None), slice(None), slice(None))] * len(self.paths)
+        return self._levels(device)
+
+    @kept_on_device
+    def _levels(self, device: torch.device) -> list[Level]:
         with_children = {path[:-1] for path in self.paths}
         read: list[Path] = [()]
         levels = []
@@ -222,7 +219,7 @@ class TokenTree:
                     _index(parents, len(place), device),
                 )
             )
-        return tuple(levels)
+        return levels
 
     @cached_property
     def is_chain(self) -> bool:

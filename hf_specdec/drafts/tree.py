@@ -8,7 +8,7 @@ Shapes: B rows of the batch, N draft nodes of a row, T = N + 1 verified nodes (n
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
@@ -141,16 +141,17 @@ class DraftTree:
         Args:
             shape (`TokenTree`): The tree.
             tokens (`torch.LongTensor` of shape `(B, N)`): The nodes' tokens.
-            max_depths (`Sequence[int]` of length B, *optional*): Deepest node that each row may draft. The tree is cut
-                to the deepest row.
+            max_depths (`Sequence[int]` of length B, *optional*): Depth to which each row may draft.
         """
         counts = [len(shape.paths)] * tokens.shape[0]
         if max_depths is not None and min(max_depths) < shape.max_depth:
-            shape = shape.up_to(max(max_depths))
-            counts = [shape.num_nodes_to(depth) for depth in max_depths]
-            tokens = tokens[:, : len(shape)]
+            counts = [bisect_right(shape.depths, depth) for depth in max_depths]
+            shape = shape if shape.is_chain else shape.up_to(max(max_depths))
+            tokens = tokens[:, : max(counts)]
+        if shape.is_chain:
+            return cls.chain(tokens, counts)
         topology = shape.topology(tokens.device)
-        draft = cls(tokens, topology.draft_parents, counts, is_chain=shape.is_chain, shape=shape)
+        draft = cls(tokens, topology.draft_parents, counts, shape=shape)
         draft.topology = topology
         return draft
 
@@ -232,7 +233,7 @@ class DraftTree:
         if not self.is_rated:
             return None
         if self.shape is not None:
-            return self.shape.prior_probs_by_rank
+            return torch.tensor(sorted(self.shape.prior_probs, reverse=True), device="cpu")
         return self.path_log_probs.exp().sort(dim=1, descending=True).values.mean(0)
 
     def likeliest(self, count: int) -> DraftTree:

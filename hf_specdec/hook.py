@@ -45,7 +45,7 @@ _is_installed = False
 
 
 def install() -> None:
-    """Teaches `generate()` of all transformers models the speculative arguments. Safe to call twice."""
+    """Adds the speculative arguments to `generate()` of all transformers models. Safe to call twice."""
     module = sys.modules.get(_MODULE)
     if module is not None and hasattr(module, "GenerationMixin"):
         _patch(module.GenerationMixin)
@@ -54,7 +54,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Takes back what `install()` did. Wrappers that other packages have put around it since then stay."""
+    """Removes what `install()` added. Wrappers that other packages have put around it since then stay."""
     global _is_installed
     _is_installed = False
     if _finder in sys.meta_path:

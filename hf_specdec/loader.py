@@ -67,7 +67,7 @@ def load_speculator(
             found for the target and that loads.
         draft_model (`PreTrainedModel`, *optional*): A loaded draft model, in place of the `model` setting.
         tokenizers (`tuple`, *optional*): Those of the target and of a draft model with another one; by default those
-            that lie beside the two.
+            next to the two models.
         settings: Flat settings that take precedence over those of `config`.
 
     Returns:

@@ -49,7 +49,7 @@ class Speculator:
     Attributes:
         target_name, target_revision (`str`, *optional*): Repo id or folder of the target, and its commit.
         note (`str`, *optional*): Goes into the statistics of every call, such as why this drafter was chosen.
-        origin (`dict`): Of a drafter that no call has named: what was taken and from whom, for the statistics.
+        origin (`dict`): Of a drafter that discovery chose: what it is and from whom, for the statistics.
     """
 
     def __init__(

@@ -68,10 +68,10 @@ def warm_up(
     sampling: bool = True,
     on_call: Callable[[], None] = lambda: None,
 ) -> WarmUp:
-    """Compiles kernels and captures graphs for calls to come, so that they do not have to.
+    """Compiles kernels and captures graphs before the first call, which would otherwise do so.
 
     Compiled kernels are kept on disk, where later processes find them; graphs belong to the model in this process. On
-    a CPU there is nothing to compile or capture, and a few forwards are all that is made.
+    a CPU there is nothing to compile or capture, and only a few forwards are made.
 
     Args:
         model (`PreTrainedModel`): The target.

@@ -48,7 +48,7 @@ def generate(
     assistant: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """`model.generate()` with speculative decoding, for those who do not want a patched method.
+    """`model.generate()` with speculative decoding, without a patched method.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -57,7 +57,7 @@ def generate(
         spec_model (`str`, `os.PathLike` or `PreTrainedModel`, *optional*):
             Draft checkpoint; without a `spec_method` the method is read from it.
         num_speculative_tokens (`int` or `str`, *optional*): Speculation length k in tokens, "fixed": the method's own,
-            or "auto": each cycle the length that pays, down to plain decoding, which is the default.
+            or "auto": each cycle the fastest length, down to plain decoding, which is the default.
         speculative (*optional*): All settings in one: what [`SpeculativeConfig.resolve`] takes.
         assistant ([`Speculator`], `PreTrainedModel` or `CandidateGenerator`, *optional*):
             A loaded speculator, draft model, or any candidate generator of transformers' own protocol.

@@ -216,7 +216,7 @@ def advise(
         local_files_only (`bool`): Not on the Hub.
         most_drafters (`int`): Of those found, how many are measured at most; methods without weights come on top.
         rounds (`int`): Of timing.
-        max_seconds (`float`, *optional*): Begin no further round that is likely to end later.
+        max_seconds (`float`, *optional*): Time limit; no round begins that is likely to exceed it.
         begin (`Callable`): Shows progress: begins a step of so many calls, and returns what is called after each.
 
     Raises:

@@ -41,7 +41,7 @@ _REPORTED = (
 
 @register_model("hf-specdec")
 class SpecHFLM(HFLM):
-    """The model "hf" of the harness, whose generated answers are drafted. Answers and scores stay what they are.
+    """The harness's model "hf" with speculation. Answers and scores stay the same.
 
     Tasks that only compare likelihoods generate nothing, so nothing is drafted for them.
 

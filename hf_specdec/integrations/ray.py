@@ -50,12 +50,12 @@ class SpecGenerate:
         speculative (`dict`, `str` or `SpeculativeConfig`, *optional*): The drafter's settings; without them nothing is
             drafted.
         num_places (`int`): Rows that are decoded at a time.
-        max_tokens_in_flight (`int`, *optional*): Tokens that these may come to together.
+        max_tokens_in_flight (`int`, *optional*): Most tokens of these together.
         seed (`int`, *optional*): Of rows that sample and have no `seed` in their `sampling_params`. Needs `id_column`:
             batches come to actors in any order. Without it every batch has numbers of its own.
         id_column (`str`, *optional*): Column whose values tell rows apart.
         model_kwargs (`dict`, *optional*): For `from_pretrained()` of the target.
-        generate_arguments: All else that `generate()` takes, for all rows.
+        generate_arguments: Everything else that `generate()` takes, for all rows.
 
     Raises:
         SpecConfigError: The settings cannot be honoured.

@@ -35,8 +35,8 @@ def generate_many(
 ) -> ManyResults:
     """Generates for many requests, with or without speculation, while keeping the batch full.
 
-    A request's place is given to the next one as soon as it has ended. What it says depends on its own prompt,
-    settings and seed, never on the others.
+    A finished request's place is refilled by the next one. Its text depends on its own prompt, settings and seed,
+    never on the others.
 
     Args:
         model (`PreTrainedModel`): The target.
@@ -44,18 +44,18 @@ def generate_many(
             these as `text`, `input_ids` or `messages` and settings of its own: `max_new_tokens`, `seed`, and whatever
             else `generate()` takes. They are taken when there is a place for them; the iterable need not end.
         batch_size (`int`): Places: requests that are decoded at a time.
-        max_tokens_in_flight (`int`, *optional*): Tokens that the requests in them may come to together, prompts
-            included, which bounds the memory of the cache.
-        in_order (`bool`): Results come in the order of the requests, not as they end. Those that end earlier wait.
+        max_tokens_in_flight (`int`, *optional*): Most tokens of the running requests together, prompts included,
+            which limits the memory of the cache.
+        in_order (`bool`): Return results in the order of the requests, not as they end.
         tokenizer (`PreTrainedTokenizerBase`, *optional*): For texts, chats, stop strings, and the text of results.
-        journal (`str`, `os.PathLike` or `Journal`, *optional*): A file that gets every result. If it has some from a
-            run of the same requests that was stopped, these are returned from there.
-        progress (`bool`): Show a bar.
-        seed (`int`, *optional*): Of the requests that sample and name none; each has numbers of its own. Without it
-            torch's generator is asked, as in `generate()`.
+        journal (`str`, `os.PathLike` or `Journal`, *optional*): A file that gets every result. Results that it has
+            from an interrupted run of the same requests are returned from there.
+        progress (`bool`): Show a progress bar.
+        seed (`int`, *optional*): For requests that sample without a seed; each gets numbers of its own. Without it
+            torch's generator is used, as in `generate()`.
         shard (`tuple[int, int]`): `(rank, num_processes)`: take only every `num_processes`-th request, from `rank`
             on. Indices, and so sampled texts of one `seed`, are those of the whole.
-        generate_arguments: All else that `generate()` takes, the speculative arguments among them, for all requests.
+        generate_arguments: Everything else that `generate()` takes, also the speculative arguments, for all requests.
             Processors and criteria that remember something are copied for each request.
 
     Returns:

@@ -49,9 +49,9 @@ class _Request:
 
 
 class SpeculativeBatchingManager:
-    """Decodes in a thread of its own what is added from others, with or without speculation.
+    """Decodes requests in a thread of its own, with or without speculation; they are added from other threads.
 
-    As a context it starts, and finishes what was added before it ends.
+    As a context manager it starts, and finishes what was added before it ends.
 
     ```python
     with SpeculativeBatchingManager(model, batch_size=8, spec_method="ngram", max_new_tokens=64) as manager:
@@ -60,7 +60,7 @@ class SpeculativeBatchingManager:
     ```
 
     Args:
-        model (`PreTrainedModel`): The target. While the manager runs, nobody else may change it outside of `pause()`.
+        model (`PreTrainedModel`): The target. While the manager runs, it may only be changed inside `pause()`.
         generation_config (`GenerationConfig`, *optional*): Of all requests.
         batch_size (`int`): Requests that are decoded at a time.
         max_tokens_in_flight (`int`, *optional*), tokenizer, seed, arguments: As for
@@ -130,7 +130,7 @@ class SpeculativeBatchingManager:
 
         Args:
             block (`bool`): Wait for that.
-            timeout (`float`, *optional*): So many seconds at most.
+            timeout (`float`, *optional*): Seconds to wait at most.
             hard_stop (`bool`): Give up what has not ended.
         """
         timeout = checked("timeout", timeout, float | None, _SECONDS)

@@ -51,9 +51,9 @@ def build_app(
     Args:
         service (`Service`): The model; its manager runs while the application does.
         api_key (`str`, *optional*): What clients have to send as `Authorization: Bearer ...`, for all but `/health`.
-        hosts (`tuple[str, ...]`): Names by which the server may be asked; "*" for all. On a loopback address these bar
-            pages of strangers in the user's own browser.
-        origins (`tuple[str, ...]`): Of pages that may ask the server from a browser, such as "http://localhost:3000";
+        hosts (`tuple[str, ...]`): Host names that the server answers to; "*" for all. On a loopback address this keeps
+            web pages in the user's own browser out.
+        origins (`tuple[str, ...]`): Origins of pages that may use the server from a browser, such as "http://localhost:3000";
             "*" for all.
     """
     registry = prometheus_client.CollectorRegistry()

@@ -85,7 +85,7 @@ def grammar(
         regex (`str`, *optional*): A regular expression for the whole text.
         lark (`str`, *optional*): A context-free grammar in Lark's notation, from `start`.
         choices (`Sequence[str]`, *optional*): The texts of which one is generated.
-        backend (`str`, *optional*): Library: "xgrammar" or "llguidance". Left out, the first that is installed.
+        backend (`str`, *optional*): Library: "xgrammar" or "llguidance". Default: the first that is installed.
         flexible_whitespace (`bool`): Any whitespace between the tokens of JSON. If not, one blank after commas and
             colons, which leaves fewer tokens to the target, and so more to drafts.
 

@@ -298,12 +298,6 @@ class SlotCache(Cache):
             for layer, length, recurrent in layers:
                 layer.length, layer.recurrent, layer.window = length, recurrent, None
 
-    def pretend(self, length: int) -> None:
-        """Lets a cache in its prefill seem to have as many tokens."""
-        for layer in self.layers:
-            if layer.is_initialized:
-                layer.length = length
-
     # Slots
 
     def start_slots(self, batch_size: int) -> None:

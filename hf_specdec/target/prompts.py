@@ -189,7 +189,9 @@ def _ask_for_following(
     with target.cache.kept():
         for count in range(1, min(room, _MOST_ASKED)):
             kwargs = model._update_model_kwargs_for_generation(output, dict(kwargs), profile.has_encoder)
-            target.cache.pretend(past + count - 1)
+            for layer in target.cache.layers:
+                # As if it had the tokens before.
+                layer.length = past + count - 1 if layer.is_initialized else 0
             text = torch.cat([tokens, following[:, :count]], dim=1)
             inputs = _next_inputs(model, text, kwargs)
             expected = following_inputs(first, profile, text[:, -1:], count - 1)

@@ -123,6 +123,29 @@ def test_a_place_is_reached_from_everywhere_and_forced_tokens_lead_to_the_end(li
 
 
 @one_backend
+def test_masks_are_made_once_as_long_as_the_text_goes_on(backend):
+    compiled = hf_specdec.grammar(choices=["abcd", "abxy"], tokenizer=tokenizer(), backend=backend).grammar
+    matcher, made = compiled.matcher(0), []
+    fill = matcher.fill
+    matcher.fill = lambda filled: [made.append(list(matcher.tokens)), fill(filled)]
+
+    def look(begin: list[int], *paths: list[int]) -> list[list[int]]:
+        """The places whose masks are made for those after a text and some paths from there."""
+        made.clear()
+        matcher.begin_at(begin)
+        for path, found in zip([[], *paths], [matcher.mask(), *matcher.masks_after(paths)]):
+            assert np.array_equal(found, followed(compiled.matcher(0), [*begin, *path]))
+        return list(made)
+
+    a, b, c, x = ids("abcx")
+    assert look([], [a], [a, b]) == [[], [a], [a, b]]
+    assert look([a], [b], [b, c]) == [[a, b, c]]
+    assert look([a, b], [c], [x]) == [[a, b, x]]
+    # A text of another call.
+    assert look([], [a]) == [[], [a]]
+
+
+@one_backend
 def test_drafts_may_be_long_and_have_tokens_that_the_grammar_does_not_know(backend):
     larger = copy.deepcopy(tokenizer())
     larger.add_tokens("<one more>")

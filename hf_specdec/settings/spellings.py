@@ -76,6 +76,12 @@ def _alternatives(guesses_ends: Any, flat: Flat) -> Any:
     return given if guesses_ends else 0
 
 
+def _matches(which: Any, flat: Flat) -> Any:
+    is_as_in_vllm = flat.get("prompt_lookup_min") is not None or flat.get("prompt_lookup_max") is not None
+    given = _taken(flat, "prompt_lookup_num_matches", 1 if is_as_in_vllm else None)
+    return given if which == "last" else which
+
+
 def _thresholds(epsilon: Any, flat: Flat) -> Any:
     return epsilon, _taken(flat, "posterior_alpha", TYPICAL_ACCEPTANCE[1])
 
@@ -87,6 +93,7 @@ _REPLACED: dict[str, tuple[str, Callable[[Any, Flat], Any]]] = {
     "grammar_guesses_ends": ("grammar_most_alternatives", _alternatives),
     "posterior_threshold": ("rejection_sample_options", _thresholds),
     "posterior_alpha": ("rejection_sample_options", lambda value, flat: (TYPICAL_ACCEPTANCE[0], value)),
+    "prompt_lookup_match": ("prompt_lookup_num_matches", _matches),
     "same_tokenizer": ("draft_vocabulary", lambda value, flat: "same" if value else None),
     "sparse_kv_window": ("sparse_kv_window", _window),
     "sparse_kv_sinks": ("sparse_kv_window", lambda value, flat: (value, SPARSE_KV_WINDOW[1])),

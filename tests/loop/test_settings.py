@@ -190,6 +190,13 @@ RESPELLED = [
     ),
     ("ngram", {"prompt_lookup_max_indexed_tokens": 64, "draft_tensor_parallel_size": 1}, {}),
     ("ngram", {"disable_by_batch_size": None}, {"num_speculative_tokens_per_batch_size": None}),
+    ("ngram", {"prompt_lookup_match": "last"}, {"prompt_lookup_num_matches": None}),
+    ("ngram", {"prompt_lookup_match": "first"}, {"prompt_lookup_num_matches": "first"}),
+    (
+        "ngram",
+        {"prompt_lookup_match": "last", "prompt_lookup_max": 3},
+        {"prompt_lookup_num_matches": 1, "prompt_lookup_max": 3},
+    ),
     ("ngram", {RULE: "typical", "posterior_alpha": 0.5}, {RULE: "typical", RULE_OPTIONS: [0.09, 0.5]}),
     (
         "ngram",

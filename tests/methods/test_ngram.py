@@ -43,8 +43,9 @@ def make_step(texts: list[list[int]], rows: list[int] | None = None, room: int |
 
 
 def make_generator(batch_size: int = 1, session: Session | None = None, **options) -> NgramCandidateGenerator:
-    """One that drafts chains, unless the options say otherwise."""
-    config = SpeculativeConfig(method="ngram", **{"prompt_lookup_num_matches": 1, **options})
+    """One that drafts chains, unless the options say otherwise: those of vLLM's rule do."""
+    chain = {} if {"prompt_lookup_min", "prompt_lookup_max"} & options.keys() else {"prompt_lookup_num_matches": 1}
+    config = SpeculativeConfig(method="ngram", **{**chain, **options})
     return NgramCandidateGenerator(config, None, session or Session(batch_size, 10_000, CPU))
 
 
@@ -81,9 +82,9 @@ def recorded() -> dict:
 def test_drafts_are_those_of_vllm(recorded, number):
     shortest, longest, count, max_model_len = recorded["params"][number]
     texts = recorded["texts"]
-    for rule, match in (("draft", None), ("draft", "first"), ("last", "last")):
+    for rule, matches in (("draft", None), ("draft", "first"), ("last", 1)):
         lengths = {"prompt_lookup_min": shortest, "prompt_lookup_max": longest, "max_model_len": max_model_len}
-        drafts = drafts_after(texts, num_speculative_tokens=count, prompt_lookup_match=match, **lengths)
+        drafts = drafts_after(texts, num_speculative_tokens=count, prompt_lookup_num_matches=matches, **lengths)
         assert drafts == [row[number] for row in recorded[rule]]
 
 
@@ -134,7 +135,7 @@ def test_default_rule_and_lengths(monkeypatch):
     # The last longest match, whose length bounds the draft.
     text = [5, 1, 2, 3, 4, 6, 1, 2, 7, 8, 9, 10, 11, 12, 1, 2]
     assert drafts_after([text]) == [[7, 8, 9, 10]]
-    assert drafts_after([text], prompt_lookup_match="first") == [[3, 4, 6, 1]]
+    assert drafts_after([text], prompt_lookup_num_matches="first") == [[3, 4, 6, 1]]
     assert drafts_after([text], prompt_lookup_min=2) == [[3, 4, 6, 1, 2, 7, 8, 9, 10, 11, 12, 1, 2]]
     assert drafts_after([text], prompt_lookup_min=3) == [[]]
     block = list(range(100, 160))
@@ -177,7 +178,7 @@ def test_rows_of_a_batch_go_their_own_ways():
 def test_every_path_follows_a_match(pieces, num_matches, room, options):
     text = sum(pieces, [0])
     (paths,) = trees_after([text], room, prompt_lookup_num_matches=num_matches, **options)
-    found = all_matches(text, options.get("prompt_lookup_max"), first=bool(options))[:num_matches]
+    found = all_matches(text, options.get("prompt_lookup_max"), first=False)[:num_matches]
     shortest = options.get("prompt_lookup_max", 1)
     chains = [
         tuple(text[end:][: min(room, 24) if options else min(room, 24, 2 * match)])
@@ -202,7 +203,7 @@ def test_best_matches_are_branches_of_one_tree():
     text = [*range(10, 40), 1, *range(50, 80), 1, *range(90, 120), 1]
     options = {"prompt_lookup_num_matches": 4, "num_speculative_tokens": 3}
     assert drafts_after([text], **options) == [[90, 91, 50]]
-    assert drafts_after([text], prompt_lookup_max=1, **options) == [[50, 51, 52, 90, 91, 92]]
+    assert drafts_after([text], prompt_lookup_max=1, **options) == [[90, 91, 92, 50, 51, 52]]
 
 
 # Lookups in tensors on the device
@@ -211,8 +212,8 @@ ON_DEVICE = {
     "default": {},
     "vllm": {"prompt_lookup_min": 2, "prompt_lookup_max": 4},
     "chain": {"prompt_lookup_num_matches": 1},
-    "first": {"prompt_lookup_match": "first"},
-    "last": {"prompt_lookup_max": 3, "prompt_lookup_num_matches": 3, "prompt_lookup_match": "last"},
+    "first": {"prompt_lookup_num_matches": "first"},
+    "last": {"prompt_lookup_max": 3, "prompt_lookup_num_matches": 3},
     "many": {"num_speculative_tokens": 3, "prompt_lookup_num_matches": 8},
 }
 
@@ -260,7 +261,7 @@ def test_long_matches_on_the_device():
     ):
         passage = list(range(100, 100 + size))
         text = [*passage, 1, 9, *passage[-again:], 2, *passage]
-        options |= {"prompt_lookup_match": "last"}
+        options |= {"prompt_lookup_num_matches": 1}
         assert drafts_of_host_and_device([text], [6], **options).token_lists()[0][0] == following
 
 

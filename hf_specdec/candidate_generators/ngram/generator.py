@@ -57,17 +57,11 @@ class NgramOptions(Options):
         most=_MAX_INDEXED_TOKENS,
         published=True,
     )
-    match: Literal["last", "first"] | None = setting(
+    num_matches: int | Literal["first"] | None = setting(
         None,
-        "Which occurrence of the longest match counts. Default: 'first' if `prompt_lookup_min` or "
-        "`prompt_lookup_max` is given, as in vLLM, or else 'last'.",
-        key="prompt_lookup_match",
-        published=True,
-    )
-    num_matches: int | None = setting(
-        None,
-        "Occurrences that are drafted from, the longest matches first; 1 drafts a chain, more a tree. "
-        "Default: 1 if `prompt_lookup_min` or `prompt_lookup_max` is given, as in vLLM, or else 4.",
+        "Occurrences that are drafted from, the longest matches and of these the last ones first; 1 drafts a chain, "
+        "more a tree. `first`: the first occurrence of the longest match alone. Default: `first` if "
+        "`prompt_lookup_min` or `prompt_lookup_max` is given, as in vLLM, or else 4.",
         least=1,
         most=_MAX_MATCHES,
         key="prompt_lookup_num_matches",
@@ -105,14 +99,12 @@ class NgramOptions(Options):
     @property
     def takes_first(self) -> bool:
         """The first occurrence of the longest match counts, not the last."""
-        return self.match == "first" or (self.match is None and self.has_fixed_range)
+        return self.num_matches == "first" or (self.num_matches is None and self.has_fixed_range)
 
     @property
     def most_matches(self) -> int:
         """Occurrences that are drafted from."""
-        if self.num_matches is not None:
-            return self.num_matches
-        return 1 if self.has_fixed_range else _DEFAULT_MATCHES
+        return 1 if self.takes_first else self.num_matches or _DEFAULT_MATCHES
 
 
 class NgramCandidateGenerator(CandidateGenerator):
@@ -136,7 +128,7 @@ class NgramCandidateGenerator(CandidateGenerator):
         self.state: RowState = RowState(texts=[], on_device=None)
         self._best: list[tuple[int, int]] = []  # of each row's last draft: its longest match, and the tokens from it
         self._num_matches = self.options.most_matches if session.supports_trees else 1
-        if self._num_matches < (self.options.num_matches or 1):
+        if self._num_matches < self.options.most_matches and self.options.num_matches is not None:
             session.notes.append("ngram drafts from one match: the target cannot verify trees.")
         self._runner: Runner | None = None
         # A draft whose graph has run ahead, for which rows and how deep; and one that was taken, and the rooms it had.

@@ -11,7 +11,6 @@ from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
-from hf_specdec.cli.train import flags_of, options_of
 from hf_specdec.hub import trust
 from hf_specdec.method import Method, built_in_methods, preferred_methods, trainings
 from hf_specdec.settings import describe_settings
@@ -139,21 +138,8 @@ def real_model() -> str:
 
 
 def recipes_table() -> str:
-    """The recipes with their options; one that extends another has those of the other."""
-    rows = ["| method | trains | options |", "|---|---|---|"]
-    flags = {training.options: _flags_of(training.options) for training in trainings().values()}
-    names = {training.options: name for name, training in trainings().items()}
-    for options, own in flags.items():
-        base = next((other for other in flags if other is not options and issubclass(options, other)), None)
-        inherited = [f"those of `{names[base]}`"] if base else []
-        shown = [*inherited, *(flag for flag in own if base is None or flag not in flags[base])]
-        rows.append(f"| `{names[options]}` | {trainings()[names[options]].noun} | {', '.join(shown)} |")
-    return "\n".join(rows)
-
-
-def _flags_of(options: type) -> list[str]:
-    """Flags of a recipe's options, without the one that every recipe has."""
-    return [f"`{'/'.join(flags_of(*each))}`" for each in options_of(options) if each[0].name != "kl_weight"]
+    rows = ["| method | trains |", "|---|---|"]
+    return "\n".join([*rows, *(f"| `{name}` | {training.noun} |" for name, training in trainings().items())])
 
 
 def training_arguments_table() -> str:

@@ -303,7 +303,7 @@ def test_logits_are_those_of_float32_after_the_processors(model):
 @pytest.fixture
 def ask(target, demo_tokenizer):
     """Advice for the demo's target, after two prompts."""
-    chosen = [Prompt(one.name, one.text, one.kind, 24) for one in demo.prompts()[1:6:4]]
+    chosen = [Prompt(one.name, one.text, one.kind, 12) for one in demo.prompts()[1:6:4]]
     batches = make_batches(demo_tokenizer, chosen)
 
     def asked(target=target, **options):

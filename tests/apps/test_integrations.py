@@ -164,7 +164,7 @@ def trainer(tmp_path):
     file = tmp_path / "prompts.jsonl"
     file.write_text("\n".join(json.dumps({"prompt": prompt.text[-60:]}) for prompt in demo.prompts()[:4]))
     data = Dataset.from_json(str(file), cache_dir=str(tmp_path))
-    common = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 24, "beta": 0.0}
+    common = {"per_device_train_batch_size": 4, "num_generations": 4, "max_completion_length": 16, "beta": 0.0}
     common |= {"max_steps": STEPS, "learning_rate": 1e-5, "temperature": 0.7, "logging_steps": 1, "report_to": []}
     common |= {"save_strategy": "no", "use_cpu": True, "bf16": False, "seed": 3, "output_dir": str(tmp_path)}
 

@@ -111,19 +111,18 @@ def test_pages_name_what_there_is():
     )
     assert sorted(listed) == sorted(set(re.findall(r"\bHF_SPECDEC_[A-Z_]*[A-Z]\b", code)))
     # Commands and their options.
-    commands = command_tables.commands()
+    flags = {name: {"--help", "-h", *command_tables.flags(name)} for name in command_tables.commands()}
     text = (DOCS / "cli.md").read_text(encoding="utf-8")
-    assert sorted(re.findall(r"^## `hf-specdec ([\w-]+)`$", text, re.MULTILINE)) == sorted(commands)
+    assert sorted(re.findall(r"^## `hf-specdec ([\w-]+)`$", text, re.MULTILINE)) == sorted(flags)
     for path in (ROOT / "README.md", *DOCS.rglob("*.md")):
         text = re.sub(r" *\\\n *", " ", path.read_text(encoding="utf-8"))
         # Commands of measurements are those of the version that was measured.
         text = re.sub(r"<!-- table figures of .*?<!-- end -->", "", text, flags=re.DOTALL)
         for name, arguments in re.findall(r"^(?:.*\| |.*`)?hf-specdec ([\w-]+)([^`\n]*)", text, re.MULTILINE):
-            known = {"--help", "-h", *command_tables.flags(name)}
             # Values in quotes may hold anything.
             arguments = re.sub(r"'[^']*'|\"[^\"]*\"|#.*", "", arguments)
             options = set(re.findall(r"(?<!\S)(?:--[a-z][\w-]*|-[a-zA-Z](?!\S))", arguments))
-            assert options <= known, (path, name, arguments)
+            assert options <= flags[name], (path, name, arguments)
 
 
 @full

@@ -244,9 +244,9 @@ def test_two_processes_train_one_head_and_are_resumed(target, data, tmp_path):
     target.save_pretrained(tmp_path / "target")
     letter_tokenizer().save_pretrained(tmp_path / "target")
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    arguments = ["train", "eagle", "--target", tmp_path / "target", "--data", data, "--num-layers", 1]
+    arguments = ["train", "eagle", tmp_path / "target", data, "--num-layers", 1]
     arguments += ["--seq-length", 48, "--batch-size", 4, "--steps", 30, "--self-generate", 24, "--held-out", 0.2]
-    arguments += ["--lr", 0.015, "--no-bf16", "--cpu", "--json", "--save-every", 7, "--save-total-limit", 9]
+    arguments += ["--lr", 0.015, "--no-bf16", "--device", "cpu", "--json", "--save-steps", 7, "--save-total-limit", 9]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
     def train(folder, *further):

@@ -22,7 +22,7 @@ every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.f
 
 def step(logits: torch.Tensor, keep: int) -> Denoising:
     """One step on blocks of which nothing is known."""
-    state = Denoising.start(*logits.shape[:2], MASK, logits.device)
+    state = Denoising(*logits.shape[:2], MASK, logits.device)
     state.update(logits, keep)
     return state
 
@@ -80,7 +80,7 @@ def test_recorded_steps():
         part, whole = map(int, fraction.split("_of_"))
         logits = recorded[f"{case}.logits"]
         rows, num_positions = logits.shape[:2]
-        state = Denoising.start(rows, num_positions, recorded["mask_token_id"].item(), "cpu")
+        state = Denoising(rows, num_positions, recorded["mask_token_id"].item(), "cpu")
         keep = keep_counts(num_positions * part, whole)[0]
         state.update(logits, keep)
         assert torch.equal(state.tokens, recorded[f"{case}.tokens"])
@@ -93,7 +93,7 @@ def test_recorded_steps():
 def test_recorded_steps_of_a_trained_draft():
     expected = published("dflash/trained_b8").expected
     for cycle in (0, 1):
-        state = Denoising.start(1, 7, expected["mask_token_id"].item(), "cpu")
+        state = Denoising(1, 7, expected["mask_token_id"].item(), "cpu")
         for index, keep in enumerate(keep_counts(7, 3)):
             prefix = f"refine_trace.n3.cycle{cycle}.step{index}."
             assert torch.equal(state.inputs, expected[f"{prefix}block_input_ids"][:, 1:])

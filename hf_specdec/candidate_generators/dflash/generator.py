@@ -288,11 +288,11 @@ class DFlashCandidateGenerator(NetworkGenerator):
         if self.num_steps > 1:
             # All positions compete for being kept.
             count = network.config.num_drafts(self.block_size)
-            blocks = Denoising.start(len(anchors), count, self.mask_token_id, self.device)
+            blocks = Denoising(len(anchors), count, self.mask_token_id, self.device)
             for keep in keep_counts(count, self.num_steps):
                 network.block_head.denoise(blocks, block(count, blocks.inputs), keep)
             return DraftNodes(blocks.tokens[:, : limits.deepest])
-        walk = network.block_head.begin(block(self.num_drafts if self.head.chooses_together else limits.deepest))
+        walk: Any = network.block_head.begin(block(self.num_drafts if self.head.chooses_together else limits.deepest))
         if self.tree_budget and (grammar is None or self.head.chooses_together):
             top_k = self.options.draft_tree_top_k
             return best_prefixes(walk.lattice(top_k or self.tree_budget), self.tree_budget, limits, top_k)

@@ -251,7 +251,7 @@ def draft_blocks(
 ) -> torch.LongTensor:
     """Drafts the tokens `(B, A, K)` of the cycles at the anchors `(B, A)`, in as many steps as the draft has."""
     count, mask_token_id = network.config.num_drafts(network.config.block_size), network.config.mask_token_id
-    state = Denoising.start(anchors.numel(), count, mask_token_id, anchors.device)
+    state = Denoising(anchors.numel(), count, mask_token_id, anchors.device)
     first = reading.tokens.gather(1, anchors + 1).flatten()
     memory = memory_before(network, reading, anchors)
 

@@ -197,7 +197,8 @@ class LayerEntries(DraftEntries):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the window with the first layer, and keeps its last K entries; both outputs `(R, h)` after it."""
         added: Any = new.counts
-        depth, states = self.depth, {key: new.states[key] for key in self.network.target_hidden_states}
+        network: Any = self.network
+        depth, states = self.depth, {key: new.states[key] for key in network.target_hidden_states}
         parts = {key: part.to(self.device) for key, part in {TOKENS: new.tokens.unsqueeze(-1), **states}.items()}
         both = {key: torch.cat((state.kept[key], part), dim=1) for key, part in parts.items()}
         if isinstance(added, list):
@@ -306,7 +307,7 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
         is_stored = config.model or getattr(target_model.config, "_name_or_path", None)
         return placed(config, target_model) if is_stored else None
 
-    def __new__(cls, config: SpeculativeConfig, resources: torch.nn.Module, session: Session) -> Any:
+    def __new__(cls, config: SpeculativeConfig, resources: Any, session: Session) -> Any:
         """Makes the generator of a call, which for an assistant that reads the target's keys and values is another."""
         if reads_target_cache(resources):
             return AssistantCandidateGenerator(config, resources, session)

@@ -103,9 +103,6 @@ class Walk(Positions):
             return DraftNodes(draw.choose_at_once(self.block.logits[:, : limits.deepest]), probs=draw.all_probs)
         return self.grow(plan, self.block.anchors, limits, draw)
 
-    def confidence_logits(self, tokens: torch.LongTensor) -> torch.Tensor | None:
-        """Log-odds `(R, n)` that tokens `(R, n)` are accepted once those before are; `None` if not foreseen."""
-
 
 class CorrectedWalk(Walk):
     """A walk whose tokens change the logits of the positions after them, so that no tree can be searched."""

@@ -15,7 +15,6 @@ Shapes: R rows, K masked positions of a block, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -29,26 +28,16 @@ def keep_counts(num_positions: int, num_steps: int) -> tuple[int, ...]:
     return tuple(counts[: counts.index(num_positions) + 1])
 
 
-@dataclass
 class Denoising:
-    """The state of the blocks of a batch between the steps."""
+    """The state of the blocks of a batch between the steps; of new ones nothing is known."""
 
-    tokens: torch.LongTensor  # (R, K): what was last predicted at each position
-    settled: torch.BoolTensor  # (R, K): which of them the next step sees
-    # (R, K): the probability that each was predicted with. What the last step fills in has none: nobody ranks it.
-    confidences: torch.FloatTensor
-    mask_token_id: int  # what the draft sees at the other positions
-
-    @classmethod
-    def start(cls, rows: int, num_positions: int, mask_token_id: int, device: torch.device | str) -> Denoising:
-        """Blocks of which nothing is known."""
-        shape = rows, num_positions
-        return cls(
-            torch.full(shape, mask_token_id, dtype=torch.long, device=device),
-            torch.zeros(shape, dtype=torch.bool, device=device),
-            torch.zeros(shape, dtype=torch.float32, device=device),
-            mask_token_id,
-        )
+    def __init__(self, rows: int, num_positions: int, mask_token_id: int, device: torch.device | str):
+        self.mask_token_id = mask_token_id  # what the draft sees at positions that are not settled
+        # (R, K) each: what was last predicted at each position, and whether the next step sees it.
+        self.tokens: torch.Tensor = torch.full((rows, num_positions), mask_token_id, device=device)
+        self.settled: torch.Tensor = torch.zeros_like(self.tokens, dtype=torch.bool)
+        # The probability that it was predicted with. What the last step fills in has none: nobody ranks it.
+        self.confidences: torch.Tensor = torch.zeros_like(self.tokens, dtype=torch.float32)
 
     @property
     def inputs(self) -> torch.LongTensor:

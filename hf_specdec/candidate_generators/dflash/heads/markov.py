@@ -159,12 +159,10 @@ class MarkovHead(BlockHead):
 class RatedWalk(Walk):
     """A walk with what the confidence head foresees, where there is one."""
 
-    def confidence_logits(self, tokens: torch.LongTensor) -> torch.Tensor | None:
-        sizes = self.head.sizes
-        if not sizes.has_confidence:
-            return None
+    def confidence_logits(self, tokens: torch.LongTensor) -> torch.Tensor:
+        """Log-odds `(R, n)` that tokens `(R, n)` are accepted once those before are."""
         read = self.block.output[:, : tokens.shape[1]]
-        if sizes.confidence_with_markov:
+        if self.head.sizes.confidence_with_markov:
             before = torch.cat((self.block.anchors[:, None], tokens[:, :-1]), dim=1)
             read = torch.cat((read, self.head.markov_w1(before)), dim=-1)
         return self.head.confidence_head["proj"](read)[..., 0].float()

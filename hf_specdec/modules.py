@@ -14,6 +14,9 @@ from torch import nn
 # Attributes that a module computes with, beside its tensors and parts.
 _PLAIN = {bool, int, float, str, NoneType}
 
+# Types of devices that have autocast.
+_CASTING = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
+
 # What runs beside the forward of a module, by number.
 hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -38,7 +41,7 @@ def kept_for(owner: nn.Module, *others: nn.Module) -> dict[Any, Any]:
 
 def _state(modules: list[nn.Module]) -> tuple[list[Any], list[int]]:
     """What decides what modules and their parts compute, without the first one, and marks of the memory of tensors."""
-    state: list[Any] = [torch.is_autocast_enabled("cpu"), torch.is_autocast_enabled("cuda")]
+    state: list[Any] = [kind for kind in _CASTING if torch.is_autocast_enabled(kind)]
     marks, configs = [], set()
     for module in modules:
         attributes, tensors = vars(module), [*module._parameters.values(), *module._buffers.values()]

@@ -379,8 +379,9 @@ def rotate(
     return heads * cosine + partners * sine
 
 
-# Kinds whose frequencies do not depend on the length of the text.
+# Kinds whose frequencies do not depend on the length of the text, and the bound of tables, which outlive calls.
 _STATIC_KINDS = ("default", "linear", "llama3", "yarn")
+_LONGEST_TABLE = 1 << 13
 
 
 def has_static_frequencies(parameters: Mapping[str, Any] | None) -> bool:
@@ -389,10 +390,7 @@ def has_static_frequencies(parameters: Mapping[str, Any] | None) -> bool:
 
 
 class RotaryAngles:
-    """Angles of positions, looked up in tables where frequencies are static and a bound is known.
-
-    Made of transformers' rotary embedding, and of a type of layer where each has its own angles.
-    """
+    """Angles of positions, by transformers' rotary embedding, and a type of layer where each has its own angles."""
 
     def __init__(self, embedding: nn.Module, layer_type: str | None = None, is_interleaved: bool = False):
         self.embedding: nn.Module = embedding
@@ -407,16 +405,17 @@ class RotaryAngles:
     def __call__(
         self, positions: torch.LongTensor | slice, like: torch.Tensor, bound: int | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosine and signed sine `(R | 1, T, 1, A)` of position ids `(R | 1, T)`, of a slice `(T, 1, A)`.
+        """Cosine and signed sine of position ids `(R | 1, T)` or a slice, which broadcast to `(R, T, 1, A)`.
 
         The bound is above the size of all positions; those of padding may be negative, and get the angles of others.
         Without one nothing is looked up: a graph must not read a table that a later call replaces.
         """
         if isinstance(positions, torch.Tensor):
             positions = positions.to(like.device)
-            if bound is None or not self._is_static:
-                return self._angles(like, positions)
-        assert bound is not None, "a slice of unknown size"
+        if bound is None or bound > _LONGEST_TABLE or not self._is_static:
+            if isinstance(positions, slice):
+                positions = torch.arange(positions.start, positions.stop, device=like.device)[None]
+            return self._angles(like, positions)
         # A network may be moved or cast between calls.
         place = (like.dtype, like.device)
         # Another thread may put a shorter table in this one's place.

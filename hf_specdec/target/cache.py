@@ -179,7 +179,7 @@ class SlotCache(Cache):
         self.lengths: Any = []  # (R,): slots in use; a tensor in a graph, empty during the prefill
         self.columns: int | None = None  # slots that attention reads in a graph; else what the longest row needs
         self.plan: WritePlan | None = None
-        self.plans: dict[Any, Any] = {}  # of the layers that write here, see [`~layers.plan.planned`]
+        self.plans: dict[Any, Any] = {}  # what is kept for the model that writes here, see [`~modules.kept_for`]
         self.last_recurrent_layer = -1
         self.has_slots = True  # some layers attend; else all have recurrent states, whose tokens are counted
 

@@ -13,7 +13,13 @@ from hf_specdec.kernels import angles
 from hf_specdec.kernels.angles import signed_angles
 from hf_specdec.layers import llama
 from hf_specdec.layers.known import is_llama_layer
-from hf_specdec.layers.llama import DecoderLayer, RotaryAngles, rotate, with_query_groups
+from hf_specdec.layers.llama import (
+    DecoderLayer,
+    RotaryAngles,
+    has_static_frequencies,
+    rotate,
+    with_query_groups,
+)
 from hf_specdec.layers.plan import Way
 from hf_specdec.target.attention import NAME
 from hf_specdec.target.cache import SlotCache
@@ -249,7 +255,12 @@ def test_angles_are_those_of_the_embedding_looked_up_or_computed():
             found = looked_up(POSITIONS, like, bound)
             assert [part.shape for part in found] == [(2, 4, 1, 16)] * 2
             assert all(map(torch.equal, found, expected))
-            assert all(map(torch.equal, computed(POSITIONS, like), expected))
+            for beyond in (None, 2 * llama._LONGEST_TABLE):
+                assert all(map(torch.equal, computed(POSITIONS, like, beyond), expected))
+        assert not computed._tables
+        if has_static_frequencies({"rope_type": kind}):
+            slices = (angles(slice(7, 9), like, bound) for angles, bound in ((looked_up, 32), (computed, 1 << 20)))
+            assert all(torch.equal(one, other[0]) for one, other in zip(*slices))
         # Heads turn as in transformers.
         heads = drawn(2, 4, 3, 16)
         cosine, sine = embedding(kind)(heads, POSITIONS)

@@ -336,14 +336,7 @@ class SpeculativeBatchingManager:
             with self._news:
                 goes_on = not self._is_done
         except Exception as error:  # noqa: BLE001 - of any kind: those who wait have to hear of it
-            with self._news:
-                self.error, self._is_stopping = error, True
-                for request in list(self._open.values()):
-                    result = RequestResult(request.number, error=error)
-                    if request.row is not None:
-                        request.row.error = error
-                        result = RequestResult.of_row(request.row)
-                    self._end_request(request, result)
+            self.error = error
         finally:
             if not goes_on:
                 self._close()
@@ -390,6 +383,7 @@ class SpeculativeBatchingManager:
             self._news.notify_all()
 
     def _close(self) -> None:
+        """Ends all requests that are open, with the error if there is one."""
         try:
             self._engine.close()
         finally:
@@ -397,7 +391,11 @@ class SpeculativeBatchingManager:
                 self._is_stopping = True
                 self._changed.clear()
                 for request in list(self._open.values()):
-                    self._end_request(request)
+                    result = None if self.error is None else RequestResult(request.number, error=self.error)
+                    if result is not None and request.row is not None:
+                        request.row.error = self.error
+                        result = RequestResult.of_row(request.row)
+                    self._end_request(request, result)
                 for handler in self._handlers.values():
                     handler(None)
                 self._handlers.clear()

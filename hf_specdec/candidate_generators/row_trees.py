@@ -17,6 +17,21 @@ def first_path(tokens: Sequence[int], parents: Sequence[int]) -> list[int]:
     return path
 
 
+def grafted(
+    trees: Iterable[tuple[Sequence[int], Sequence[int], int]], most: int | None = None
+) -> tuple[list[int], list[int]]:
+    """One tree without equal siblings, up to `most` nodes, of trees that each go on from a node of those before."""
+    nodes: dict[tuple[int, int], int] = {}  # by parent and token
+    for tokens, parents, root in trees:
+        places: list[int] = []
+        for token, parent in zip(tokens, parents):
+            key = (places[parent] if parent >= 0 else root, token)
+            if len(nodes) == most and key not in nodes:
+                break
+            places.append(nodes.setdefault(key, len(nodes)))
+    return [token for _, token in nodes], [parent for parent, _ in nodes]
+
+
 def shallow(tokens: list[int], parents: list[int], depth: int) -> tuple[list[int], list[int]]:
     """The tree without what lies deeper."""
     if len(tokens) <= depth:

@@ -28,7 +28,7 @@ from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...settings import SpeculativeConfig
 from ...transfers import upload
 from ..base import CandidateGenerator
-from ..row_trees import first_path
+from ..row_trees import first_path, grafted
 from ..wrapper import Wrapper
 from .policy import DrafterChoice
 
@@ -296,8 +296,10 @@ class LedCandidateGenerator(Combination):
         second = self.continuing.propose(replace(step, leads=leads, max_draft_tokens=rooms))
         for part, added in enumerate((first, second)):
             self._num_drafts[part] += sum(map(bool, added.counts()))
-        rows = zip(first.token_lists(), first.parent_lists(), leads, second.token_lists(), second.parent_lists())
-        tokens, parents = map(list, zip(*(joined(*row) for row in rows)))
+        trees = (zip(draft.token_lists(), draft.parent_lists()) for draft in (first, second))
+        rows = zip(*trees, leads)
+        both = [grafted([(*one, -1), (*other, len(lead) - 1)]) for one, other, lead in rows]
+        tokens, parents = map(list, zip(*both))
         draft = DraftTree.from_lists(tokens, self.session.device, parents)
         names = self.options.methods
         draft.drafters = [names[not ours] for ours in first.counts()]
@@ -331,20 +333,3 @@ def run_of(tokens: list[int], parents: list[int]) -> list[int]:
             break
         run.append(token)
     return run
-
-
-def joined(
-    tokens: list[int], parents: list[int], lead: list[int], more_tokens: list[int], more_parents: list[int]
-) -> tuple[list[int], list[int]]:
-    """A row's tree, and another one that goes on after its first tokens `lead`, as one tree without equal siblings."""
-    tokens, parents = list(tokens), list(parents)
-    nodes = {key: node for node, key in reversed(list(enumerate(zip(parents, tokens))))}
-    places: list[int] = []
-    for token, parent in zip(more_tokens, more_parents):
-        below = places[parent] if parent >= 0 else len(lead) - 1
-        node = nodes.setdefault((below, token), len(tokens))
-        if node == len(tokens):
-            tokens.append(token)
-            parents.append(below)
-        places.append(node)
-    return tokens, parents

@@ -41,7 +41,7 @@ TYPES = (
 
 # Types that these inputs do not fit.
 _PATCHES = "patches in a form of their own"
-_BESIDE = "sizes or masks beside an image"
+_BESIDE = "sizes or masks with an image"
 NOT_TRIED = {
     **dict.fromkeys(
         (

@@ -181,22 +181,22 @@ def acceptance_rule(
     is_training: bool = False,
 ) -> StandardRule:
     """The rule of one call, whose drafts have at most `depth` tokens; `draws`: they are drawn, or may be (`None`)."""
-    name = "standard" if config is None else config.rejection_sample_method
+    name, options = "standard", None
+    if config is not None:
+        name, options = config.rejection_sample_method, config.rejection_sample_options
     rule = StandardRule(uniforms)
     if name == "synthetic":
-        rates = config.rejection_sample_options
-        if isinstance(rates, float):
-            rates = rates_of_length(rates)
-            if depth < len(rates):
-                raise SpecConfigError(
-                    f"`rejection_sample_options`={config.rejection_sample_options} needs drafts of {len(rates)}, got "
-                    f"{depth} at most. Raise `num_speculative_tokens`, or ask for at most {depth + 1} tokens."
-                )
+        rates = rates_of_length(options) if isinstance(options, float) else options
+        if isinstance(options, float) and depth < len(rates):
+            raise SpecConfigError(
+                f"`rejection_sample_options`={options} needs drafts of at least {len(rates)} tokens, got {depth} at "
+                f"most. Raise `num_speculative_tokens`, or ask for at most {depth + 1} tokens."
+            )
         rule = SyntheticRule(uniforms, uniforms or new_uniforms(), rates)
     elif name == "block" and uniforms is not None and draws is not False:
         rule = BlockRule(uniforms)
     elif name == "typical" and uniforms is not None:
-        rule = TypicalRule(uniforms, *(config.rejection_sample_options or TYPICAL_ACCEPTANCE))
+        rule = TypicalRule(uniforms, *(options if isinstance(options, tuple) else TYPICAL_ACCEPTANCE))
     if rule.note and is_training:
         raise SpecConfigError(
             f"rejection_sample_method='{rule.name}' is not for a model in training mode: its text would be off policy "

@@ -190,15 +190,11 @@ def _move_triton(buffers, starts, path):
                 _addresses(tuple(buffer.data_ptr() for buffer in alike), device),
                 starts.to(device), path.to(device).contiguous(), steps, capacity,
                 HEADS=heads, SIZE=size, BLOCK_M=triton.next_power_of_2(steps), BLOCK_D=block_d,
-                DTYPE=_integer_of(dtype.itemsize), num_warps=4,
+                # The type that numbers of this size are copied as.
+                DTYPE={1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[dtype.itemsize], num_warps=4,
             )  # fmt: skip
 
 
 @kept_on_device
 def _addresses(addresses: tuple[int, ...], device: torch.device) -> torch.LongTensor:
     return upload(addresses, device)
-
-
-def _integer_of(itemsize: int):
-    """The type that numbers of this size are copied as."""
-    return {1: tl.int8, 2: tl.int16, 4: tl.int32, 8: tl.int64}[itemsize]

@@ -101,13 +101,7 @@ def added_product_triton(x: torch.Tensor, linear: Linear, stream: torch.Tensor) 
     return _launch(x, (linear,), len(linear[0]), None, stream)
 
 
-def _launch(
-    x: torch.Tensor | Unnormed,
-    linears: Sequence[Linear],
-    width: int,
-    kind: str | None = None,
-    stream: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
+def _launch(x, linears, width, kind=None, stream=None) -> tuple[torch.Tensor, torch.Tensor]:
     (weights, biases), size, is_gated = zip(*linears), x.shape[-1], kind is not None
     norm, read_squares = (x.norm, x.squares) if isinstance(x, Unnormed) else (None, None)
     read = as_lines(x.stream if isinstance(x, Unnormed) else x)

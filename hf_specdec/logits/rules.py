@@ -174,13 +174,13 @@ class CapturedJudge:
 
 def acceptance_rule(
     config: SpeculativeConfig | None,
-    depth: int,
-    draws: bool | None,
+    depth: int,  # most tokens of a draft
+    draws: bool | None,  # drafts are drawn; `None`: they may be
     uniforms: RowUniforms | None,  # none for a greedy target
     new_uniforms: Callable[[], RowUniforms],  # where a greedy call needs some
     is_training: bool = False,
 ) -> StandardRule:
-    """The rule of one call, whose drafts have at most `depth` tokens; `draws`: they are drawn, or may be (`None`)."""
+    """The rule of one call. For a greedy target `block` and `typical` are the standard rule."""
     name, options = "standard", None
     if config is not None:
         name, options = config.rejection_sample_method, config.rejection_sample_options

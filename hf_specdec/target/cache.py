@@ -242,8 +242,6 @@ class SlotCache(Cache):
     @property
     def is_linear(self) -> list[bool]:
         """Which layers have a recurrent state alone: masks are made for one of the others."""
-        if self.last_recurrent_layer < 0:
-            return [False] * len(self.layers)
         return [bool(layer.recurrent) and not layer.is_initialized for layer in self.layers]
 
     # Recurrent layers, whose mixers come here

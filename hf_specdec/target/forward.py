@@ -115,5 +115,5 @@ class Part:
         return depths
 
     def prepare(self, prefix: Callable[[int, list[int]], torch.LongTensor]) -> int:
-        """Brings rows up to date in front of a cycle, by the first tokens of some; counts the forwards it takes."""
+        """Brings rows up to date in front of a cycle, by their first tokens; counts the forwards that this takes."""
         return 0

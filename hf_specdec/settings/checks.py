@@ -141,8 +141,8 @@ def draft_sample_method_field(default: Literal["greedy", "probabilistic"]) -> An
         left_out = "`probabilistic` where the length is fixed, and `greedy` where it adapts"
     return setting(
         None,
-        "How draft tokens are chosen when the target samples: `greedy` takes the best ones, `probabilistic` draws a "
-        f"chain from the draft's distribution. Default: {left_out}. A greedy target gets the best tokens always.",
+        "How draft tokens are chosen when the target samples: `greedy` takes the best ones, `probabilistic` samples a "
+        f"chain from the draft's distribution. Default: {left_out}. For a greedy target drafts are always greedy.",
     )
 
 

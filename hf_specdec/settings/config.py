@@ -109,14 +109,14 @@ class SpeculativeConfig:
         None,
         "Speculation length k: draft tokens of a chain per cycle, from 1 to 1024. `auto`: in each cycle the fastest "
         "length, down to plain decoding; `fixed`: the method's own in every cycle. Default: `auto`, unless a "
-        "tree, lengths by batch size, drawn drafts or another rule than `standard` are set.",
+        "tree, lengths by batch size, sampled drafts or another rule than `standard` are set.",
         least=1,
         most=MOST_DRAFT_TOKENS,
     )
     num_speculative_tokens_per_batch_size: tuple[tuple[int, int | None], ...] | None = setting(
         None,
         "Most draft tokens by the number of active rows: `[[1, 8, 5], [9, 32, 2], [33, 128, 0]]` (first, last, k) or "
-        "`{1: 5, 9: 2, 33: 0}` (from so many rows on); of trees, the depth. 0: none; `None`, and below the first "
+        "`{1: 5, 9: 2, 33: 0}` (from this many rows on); of trees, the depth. 0: none; `None`, and below the first "
         "number: no limit. The last k holds for all larger batches.",
         normalize=lengths_by_batch_size,
     )

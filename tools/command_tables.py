@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from enum import Enum
 from functools import cache
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import typer
 
@@ -96,7 +95,7 @@ def _name(item: Any) -> str:
 def _default(item: Any) -> str:
     if item.required:
         return "required"
-    value = item.default.value if isinstance(item.default, Enum) else item.default
+    value = item.default
     if isinstance(value, bool):
         return "on" if value else "off"
     if isinstance(value, float):
@@ -106,7 +105,7 @@ def _default(item: Any) -> str:
 
 def _meaning(item: Any) -> str:
     kind = item.type_descriptor.annotation
-    choices = [choice.value for choice in kind] if isinstance(kind, type) and issubclass(kind, Enum) else []
+    choices = get_args(kind) if get_origin(kind) is Literal else ()
     if all(choice in item.help for choice in choices):
         return item.help
     return f"{item.help} ({', '.join(f'`{choice}`' for choice in choices)})"

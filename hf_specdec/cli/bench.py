@@ -67,7 +67,7 @@ def bench_command(
     top_p: options.TopP = None,
     top_k: options.TopK = None,
     seed: options.Seed = 0,
-    dtype: options.Dtype = options.AUTO,
+    dtype: options.Dtype = "auto",
     device: options.Device = None,
     trust_remote_code: options.Trust = False,
     offline: options.Offline = False,

@@ -27,7 +27,7 @@ def doctor_command(
     settings: options.Settings = None,
     prompts: options.Prompts = None,
     max_new_tokens: options.MaxNewTokens = 64,
-    dtype: options.Dtype = options.AUTO,
+    dtype: options.Dtype = "auto",
     device: options.Device = None,
     trust_remote_code: options.Trust = False,
     offline: options.Offline = False,

@@ -40,7 +40,7 @@ def generate_command(
         Path | None,
         typer.Option(help="Also write a page that shows the call: who wrote each token, every draft, every second."),
     ] = None,
-    dtype: options.Dtype = options.AUTO,
+    dtype: options.Dtype = "auto",
     device: options.Device = None,
     trust_remote_code: options.Trust = False,
     offline: options.Offline = False,

@@ -2,25 +2,12 @@
 
 from __future__ import annotations
 
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from ..errors import SpecConfigError
-
-
-class DtypeName(str, Enum):
-    """Data types of a model."""
-
-    auto = "auto"
-    float32 = "float32"
-    bfloat16 = "bfloat16"
-    float16 = "float16"
-
-
-AUTO = DtypeName.auto
 
 
 def _remember_debugging(context: typer.Context, wanted: bool) -> bool:
@@ -37,7 +24,10 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=_MODEL, show_default
 OptionalModel = Annotated[
     str | None, typer.Argument(metavar="[MODEL]", help=f"{_MODEL} Default: 'demo'.", show_default=False)
 ]
-Dtype = Annotated[DtypeName, typer.Option(help="Data type of the model. auto: the checkpoint's; for 'demo' float32.")]
+Dtype = Annotated[
+    Literal["auto", "float32", "bfloat16", "float16"],
+    typer.Option(help="Data type of the model. auto: the checkpoint's; for 'demo' float32."),
+]
 Device = Annotated[str | None, typer.Option(help="Such as cpu or cuda:0. Default: cuda if there is one, else cpu.")]
 Trust = Annotated[
     bool, typer.Option("--trust-remote-code", help="Run code from the model's repository, if it has any.")

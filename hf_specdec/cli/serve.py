@@ -62,7 +62,7 @@ def serve_command(
     grace: Annotated[
         int, typer.Option(min=0, rich_help_panel=_PANEL, help="Seconds for open answers when the server is stopped.")
     ] = 30,
-    dtype: options.Dtype = options.AUTO,
+    dtype: options.Dtype = "auto",
     device: options.Device = None,
     trust_remote_code: options.Trust = False,
     offline: options.Offline = False,

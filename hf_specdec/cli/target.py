@@ -16,7 +16,6 @@ from rich.console import Console
 
 from ..errors import SpecConfigError
 from ..reading import parse_json, read_text
-from . import options
 from .output import say
 
 
@@ -35,7 +34,7 @@ class Target:
     """The options that name a model and say where it runs."""
 
     name: str
-    dtype: options.DtypeName = options.AUTO
+    dtype: str = "auto"
     device: str | None = None
     trust_remote_code: bool = False
     offline: bool = False
@@ -102,8 +101,8 @@ class Target:
     def _dtype(self, device: str) -> Any:
         from ..machine import suitable_dtype
 
-        if self.dtype is not options.AUTO or not self.packaged:
-            return self.dtype.value
+        if self.dtype != "auto" or not self.packaged:
+            return self.dtype
         return "float32" if self.is_embedded else suitable_dtype("cpu" if device == "auto" else device)
 
     @contextmanager

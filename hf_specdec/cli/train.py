@@ -60,7 +60,7 @@ def train_command(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.", show_default=False)],
-    dtype: options.Dtype = options.AUTO,
+    dtype: options.Dtype = "auto",
     device: options.Device = None,
     trust_remote_code: options.Trust = False,
     offline: options.Offline = False,

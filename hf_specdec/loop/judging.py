@@ -146,17 +146,14 @@ class Verifier:
 
     def begin(self, cycle: Cycle) -> AllNodes | Walk:
         """Begins to judge the drafts of a cycle."""
-        if cycle.output.outcome is None and (self.walks or self.saves_by_walking(cycle.draft, cycle.output.logits)):
-            return Walk(self, cycle)
-        return AllNodes(self, cycle)
-
-    def saves_by_walking(self, draft: DraftTree, logits: torch.Tensor) -> bool:
-        """Tells whether the path of a draft that was not drawn is found in less time than all nodes are judged."""
-        if logits.device.type != "cpu" or draft.probs is not None or self.rule.judges_whole_drafts:
-            return False
-        # As if half of the longest path were accepted.
-        num_steps = draft.topology.max_depth // 2 + 1
-        return (logits.shape[1] - num_steps) * len(logits) * logits.shape[-1] > num_steps * self._scores_of_a_step
+        draft, output, walks = cycle.draft, cycle.output, self.walks
+        if output.outcome is not None:
+            return AllNodes(self, cycle)
+        if output.logits.device.type == "cpu" and draft.probs is None and not self.rule.judges_whole_drafts:
+            # The path may be found in less time than all nodes are judged, as if half of the longest were accepted.
+            num_steps, (num_rows, num_nodes, width) = draft.topology.max_depth // 2 + 1, output.logits.shape
+            walks = walks or (num_nodes - num_steps) * num_rows * width > num_steps * self._scores_of_a_step
+        return Walk(self, cycle) if walks else AllNodes(self, cycle)
 
     def scores(self, cycle: Cycle) -> torch.Tensor:
         """Scores `(R, T, V)` that nodes are judged by, or the logits where nothing changes them.

@@ -28,7 +28,7 @@ MOST_LINES = {
     "diagnosis": 1239,
     "bench": 874,
     "call": 792,
-    "loop": 1720,
+    "loop": 1718,
     "target": 4928,
     "logits": 1897,
     "drafting": 1538,
@@ -48,7 +48,7 @@ MOST_LINES = {
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.
-MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 383, 95
+MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 382, 94
 
 # Of a method, beside the heads of blocks.
 MOST_FILES_OF_A_METHOD, MOST_NAMES_FROM_DRAFTING = 5, 12
@@ -57,7 +57,7 @@ STORY = (
     *("loop/loop.py", "loop/rows.py", "loop/texts.py", "loop/judging.py", "loop/walk.py", "loop/ahead.py"),
     "target/model.py",
 )
-MOST_LINES_OF_THE_STORY = 1450
+MOST_LINES_OF_THE_STORY = 1448
 
 
 def num_lines(path: Path) -> int:

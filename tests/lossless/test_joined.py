@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 
 from hf_specdec import generate_many
+from hf_specdec.loop.cycle import Cycle
 from hf_specdec.loop.loop import DecodingLoop
 from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
@@ -126,20 +127,21 @@ def test_long_prompt_is_read_in_chunks_while_others_end(row, monkeypatch):
 
 
 @full
-@pytest.mark.parametrize("name", ["join", "verify", "drop_finished"])
+@pytest.mark.parametrize("name", ["join", "verify", "commit"])
 def test_others_go_on_where_one_fails(row, monkeypatch, name):
     """What they have said is read again, by drafters of all kinds."""
     tape_everything(monkeypatch)
-    calls, original = [], getattr(DecodingLoop, name)
+    owner = Cycle if name == "commit" else DecodingLoop
+    calls, original = [], getattr(owner, name)
 
-    def failing(loop, *args):
-        calls.append(loop)
-        output = original(loop, *args)
+    def failing(one, *args):
+        calls.append(one)
+        output = original(one, *args)
         if len(calls) == 2:
             raise RuntimeError(name)
         return output
 
-    monkeypatch.setattr(DecodingLoop, name, failing)
+    monkeypatch.setattr(owner, name, failing)
     speculator = fresh_speculator(settings_of(row))
     results = list(generate_many(demo_target(), requests(), 3, in_order=True, assistant=speculator, **GREEDY))
     assert len(calls) > 2

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from ..errors import shown
 from .header import TargetNeeds, TargetSizes
 from .reader import CheckpointReader
-from .schema import ACTIVATION, COUNT, MAPPING, NAMES, NUMBER, POSITIVE, Key, Kind, Tensor, keys
+from .schema import ACTIVATION, COUNT, MAPPING, NAMES, NUMBER, POSITIVE, Key, Tensor, keys, list_of
 
 
 # The rotary embeddings that drafts have, and what each needs; some configs have other names for them.
@@ -227,7 +226,7 @@ class DraftReader(CheckpointReader):
         if kind == "longrope":
             # One of the two is looked at in long texts only.
             half = self._attention_sizes()["head_dim"] // 2
-            kinds |= dict.fromkeys(_ROPE_NEEDS[kind], Kind(partial(_are_factors, half), f"{half} positive numbers"))
+            kinds |= dict.fromkeys(_ROPE_NEEDS[kind], list_of(POSITIVE, f"{half} positive numbers", half))
         for name, one in kinds.items():
             if (value := parameters.get(name)) is not None and not one.is_valid(value):
                 raise self.wrong(
@@ -296,10 +295,6 @@ class DraftReader(CheckpointReader):
             # Ids that only the target's padding has are embedded as zeros.
             return F.pad(tensor, (0, 0, 0, missing)) if missing > 0 else tensor[: shape[0]]
         return tensor
-
-
-def _are_factors(count: int, value: Any) -> bool:
-    return isinstance(value, list) and len(value) == count and all(map(POSITIVE.is_valid, value))
 
 
 def share_of(columns: int, states: int) -> int | None:

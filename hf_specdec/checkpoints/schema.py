@@ -41,16 +41,24 @@ def count_up_to(most: int) -> Kind:
     return Kind(lambda value: is_int(value) and 0 < value <= most, f"a positive integer of at most {most}")
 
 
+def list_of(kind: Kind, what: str, count: int | None = None) -> Kind:
+    """Lists of values of a kind, of so many if a number is given."""
+
+    def is_valid(value: Any) -> bool:
+        return isinstance(value, list) and count in (None, len(value)) and all(map(kind.is_valid, value))
+
+    return Kind(is_valid, what)
+
+
 COUNT = count_up_to(MOST)
 INDEX = Kind(lambda value: is_int(value) and 0 <= value <= MOST, f"an integer of at least 0 and at most {MOST}")
-INDICES = Kind(
-    lambda value: isinstance(value, list) and all(is_int(v) and abs(v) <= MOST for v in value), "a list of integers"
-)
+INTEGER = Kind(lambda value: is_int(value) and abs(value) <= MOST, "an integer")
+INDICES = list_of(INTEGER, "a list of integers")
 POSITIVE = Kind(lambda value: is_number(value) and 0 < value <= _MOST, f"a positive number of at most {_MOST:.0e}")
 NUMBER = Kind(lambda value: is_number(value) and abs(value) <= _MOST, f"a number of at most {_MOST:.0e}")
 FLAG = Kind(lambda value: isinstance(value, bool), "true or false")
 NAME = Kind(lambda value: isinstance(value, str), "a name")
-NAMES = Kind(lambda value: isinstance(value, list) and all(isinstance(v, str) for v in value), "a list of names")
+NAMES = list_of(NAME, "a list of names")
 MAPPING = Kind(lambda value: isinstance(value, Mapping), "an object")
 ACTIVATION = Kind(lambda value: isinstance(value, str) and value in ACT2FN, "the name of an activation function")
 

@@ -32,7 +32,7 @@ MOST_LINES = {
     "target": 4928,
     "logits": 1897,
     "drafting": 1538,
-    "candidate_generators": 11786,
+    "candidate_generators": 11777,
     "drafts": 674,
     "checkpoints": 2270,
     "control": 1251,

@@ -21,7 +21,7 @@ import torch
 from ...checkpoints.format import Format
 from ...checkpoints.header import TargetNeeds, TargetSizes
 from ...checkpoints.reader import CheckpointReader
-from ...checkpoints.schema import COUNT, FLAG, NAME, POSITIVE, Key, Kind, Tensor, pattern_of
+from ...checkpoints.schema import COUNT, FLAG, NAME, POSITIVE, Key, Kind, Tensor, list_of, pattern_of
 from ...checkpoints.weights import WEIGHT_FILES
 from ...settings.checks import is_number
 
@@ -94,7 +94,8 @@ class MedusaReader(CheckpointReader):
             # Rows after the target's vocabulary are padding.
             rows = min(self._num_rows, target.vocab_size) if token_map is None else len(token_map)
         what = f"a list of numbers from 0 to 1 for each of the {self.sizes['head']} heads"
-        is_table = partial(_is_table, num_rows=self.sizes["head"])
+        shares = list_of(Kind(lambda value: is_number(value) and 0 <= value <= 1, "a share"), "shares")
+        of_a_head = Kind(lambda value: value != [] and shares.is_valid(value), "shares")
         return {
             "hidden_size": self.sizes["H"],
             "vocab_size": target.vocab_size,
@@ -106,7 +107,7 @@ class MedusaReader(CheckpointReader):
             "lm_head_size": rows,
             "has_token_map": rows is not None and token_map is not None,
             "logit_scale": float(self.setting("logit_scale")),
-            "accuracies": self.setting("medusa_accuracies", Kind(is_table, what)),
+            "accuracies": self.setting("medusa_accuracies", list_of(of_a_head, what, self.sizes["head"])),
             "base_model": self.setting("base_model_name_or_path"),
         }
 
@@ -156,12 +157,6 @@ class MedusaReader(CheckpointReader):
             return tensor[: shape[0]] if len(tensor) == self._num_rows else tensor
         # Not every lm_head is stored cut.
         return tensor[tokens.to(tensor.device)] if len(tensor) > max(shape[0], int(tokens.max())) else tensor
-
-
-def _is_table(value: Any, num_rows: int) -> bool:
-    """True for a list of accuracies for each head."""
-    rows = value if isinstance(value, list) and len(value) == num_rows else [None]
-    return all(isinstance(row, list) and row and all(is_number(x) and 0 <= x <= 1 for x in row) for row in rows)
 
 
 _OWN_LM_HEAD = "|".join(f"0.{layer}.weight" for layer in range(1, 5))

@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from ...checkpoints.format import Format, Unsupported
 from ...checkpoints.header import TargetNeeds, TargetSizes
 from ...checkpoints.reader import CheckpointReader
-from ...checkpoints.schema import COUNT, FLAG, INDEX, Key, Kind, Tensor, count_up_to, keys
+from ...checkpoints.schema import COUNT, FLAG, INDEX, Key, Tensor, count_up_to, keys, list_of
 from ...threads import cached_property
 
 
@@ -105,7 +105,7 @@ class MLPSpeculatorReader(CheckpointReader):
         settings = {name: self.setting(name) for name in names}
         stages = settings["n_predict"]
         what = f"one positive integer for each of its n_predict={stages} stages"
-        widths = self.setting("top_k_tokens_per_head", Kind(lambda value: _are_widths(value, stages), what))
+        widths = self.setting("top_k_tokens_per_head", list_of(COUNT, what, stages))
         if widths is None and stages != MLPSpeculatorConfig.n_predict:
             raise self.wrong(
                 f"has no `top_k_tokens_per_head` in its config.json, which must be {what}", "Add it there."
@@ -123,10 +123,6 @@ class MLPSpeculatorReader(CheckpointReader):
     def record(self, target: TargetSizes) -> MLPSpeculatorConfig:
         self.check_target(target)
         return self.config
-
-
-def _are_widths(value: Any, stages: int) -> bool:
-    return isinstance(value, list) and len(value) == stages and all(map(COUNT.is_valid, value))
 
 
 _STAGE = tuple(f"{part}.0.weight" for part in ("emb", "proj", "head", "ln"))

@@ -140,9 +140,6 @@ class RepoFiles:
         names = ("revision", "subfolder", "cache_dir", "token", "local_files_only")
         return cls(config.model, **{name: getattr(config, name) for name in names})
 
-    def __repr__(self) -> str:
-        return f"RepoFiles({self.name!r}, revision={self.revision!r}, subfolder={self.subfolder!r})"
-
     def identity(self) -> Hashable:
         """Tells without reading them whether the files have changed: equal as long as they have not.
 

@@ -101,17 +101,13 @@ class TensorNames:
         return any(map(self._has, names.split("|")))
 
     def _has(self, name: str) -> bool:
-        if name.endswith("."):
-            return name in self._beginnings
-        return name in (self._ends if name.startswith(".") else self.stored)
+        return name in (self._parts if "." in (name[0], name[-1]) else self.stored)
 
     @cached_property
-    def _beginnings(self) -> set[str]:
-        return {name[: dot.end()] for name in self.stored for dot in re.finditer(r"\.", name)}
-
-    @cached_property
-    def _ends(self) -> set[str]:
-        return {name[dot.start() :] for name in self.stored for dot in re.finditer(r"\.", name)}
+    def _parts(self) -> set[str]:
+        """Beginnings of names that end with a dot, and ends that begin with one."""
+        dots = [(name, dot.start()) for name in self.stored for dot in re.finditer(r"\.", name)]
+        return {part for name, dot in dots for part in (name[: dot + 1], name[dot:])}
 
 
 def format_of(

@@ -34,7 +34,7 @@ MOST_LINES = {
     "drafting": 1538,
     "candidate_generators": 11777,
     "drafts": 674,
-    "checkpoints": 2270,
+    "checkpoints": 2266,
     "control": 1251,
     "training": 1487,
     "layers": 1510,

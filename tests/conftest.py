@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 
 from tests.helpers import budget
@@ -12,10 +13,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# It has kernels for GPUs, and says of each that it cannot be loaded.
-os.environ.setdefault("TORCHAO_FORCE_SKIP_LOADING_SO_FILES", "1")
 # Lengths that are chosen by what pays differ from run to run; tests of them set "auto".
 os.environ.setdefault("HF_SPECDEC_ADAPTIVE", "0")
+
+# What torchao, which transformers imports where it is installed, says of itself.
+for name in ("torchao", "torch.utils._pytree"):
+    logging.getLogger(name).setLevel(logging.ERROR)
 
 pytest_addoption = budget.pytest_addoption
 

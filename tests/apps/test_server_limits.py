@@ -223,7 +223,7 @@ async def crowd(running: Running, num_clients: int, texts: list[str]) -> None:
         await asyncio.gather(*map(come, range(num_clients)))
 
 
-@pytest.mark.parametrize(("batch_size", "num_rounds", "num_clients"), [(4, 1, 24), *when_slow((8, 12, 420))])
+@pytest.mark.parametrize(("batch_size", "num_rounds", "num_clients"), [*in_full((4, 1, 24)), *when_slow((8, 12, 420))])
 def test_many_clients_some_of_whom_leave(batch_size, num_rounds, num_clients):
     process, used = psutil.Process(), []
     with serving(batch_size=batch_size) as running:

@@ -113,7 +113,7 @@ def depth(parents: list[int]) -> int:
 
 
 class TestDraftIsLaunchedBeforeTheVerdictIsRead:
-    @pytest.mark.parametrize("case", split(GREEDY, short=["ngram", "draft model", "dflash"]))
+    @pytest.mark.parametrize("case", split(GREEDY, short=["ngram", "dflash"]))
     def test_greedy(self, case, events):
         text, cycles, stats = traced(case, prompts(3))
         assert text == plain(prompts(3), 20)
@@ -121,7 +121,7 @@ class TestDraftIsLaunchedBeforeTheVerdictIsRead:
         # Not at the beginning, nor near the end, where the depth of a draft depends on what is accepted.
         assert drafted_ahead(events) >= len(cycles) - 2 * stats.num_spec_tokens - 5 > 3
 
-    @pytest.mark.parametrize("case", ["eagle3", *split(DRAWN_DRAFTERS, short=["draft model, drawn"])])
+    @pytest.mark.parametrize("case", [*in_full("eagle3"), *split(DRAWN_DRAFTERS, short=["draft model, drawn"])])
     def test_sampling(self, case, events, monkeypatch):
         """Random numbers are those of the place, which the device picks by what was accepted, inside of graphs."""
         calls, numbers = [], DraftSampler.numbers
@@ -430,10 +430,9 @@ class TestNextVerificationIsLaunchedBeforeTheVerdictIsRead:
     @pytest.mark.parametrize(
         ("case", "asked"),
         [
-            *(("draft model", {}), ("eagle3", {})),
-            *in_full(
-                ("eagle3", {"top_logprobs": 2}), *((case, {}) for case in ("medusa", "mtp, layers", *SELF_DRAFTERS))
-            ),
+            ("eagle3", {}),
+            *in_full(("eagle3", {"top_logprobs": 2})),
+            *in_full(*((case, {}) for case in ("draft model", "medusa", "mtp, layers", *SELF_DRAFTERS))),
         ],
     )
     def test_a_row_that_another_one_joins(self, case, asked, events):

@@ -120,7 +120,7 @@ WARPED = {"temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.02}
 
 @pytest.mark.parametrize(
     ("widths", "settings"),
-    [pytest.param((2, 1), {}, marks=pytest.mark.smoke), *in_full(((1, 1, 1), {}), ((1, 1, 1), WARPED), (None, {}))],
+    [*in_full(pytest.param((2, 1), {}, marks=pytest.mark.smoke), ((1, 1, 1), {}), ((1, 1, 1), WARPED), (None, {}))],
     ids=str,
 )
 def test_samples(widths, settings, device, launches, monkeypatch):

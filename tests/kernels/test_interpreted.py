@@ -12,18 +12,11 @@ import pytest
 from tests.helpers.levels import in_full
 
 
-# The full ones in two processes, each a test that one worker runs.
-ATTENTION = "(test_tree_attention or test_generate)"
-
-
-@pytest.mark.parametrize(
-    ("level", "names"),
-    [("not full", "cpu"), *in_full(("full", f"cpu and {ATTENTION}"), ("full", f"cpu and not {ATTENTION}"))],
-)
-def test_device_tests_pass_in_the_interpreter(level, names):
+@pytest.mark.parametrize("level", ["not full", *in_full("full")])
+def test_device_tests_pass_in_the_interpreter(level):
     """All that take the device "cpu", but not this one again."""
     pytest.importorskip("triton")
-    options = ["-q", "-n", "0", "-p", "no:cacheprovider", f"--ignore={__file__}", "-k", names]
+    options = ["-q", "-n", "0", "-p", "no:cacheprovider", f"--ignore={__file__}", "-k", "cpu"]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", *options, "-m", f"{level} and not slow and not gpu", Path(__file__).parent],
         env=os.environ | {"TRITON_INTERPRET": "1"},

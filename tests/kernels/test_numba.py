@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from hf_specdec.kernels.compiled import compiled
-from tests.helpers.levels import full, when_slow
+from tests.helpers.levels import full, slow
 from tests.helpers.paths import ROOT
 
 
@@ -86,8 +86,8 @@ for _ in range(2):
     assert "pip install numba" in errors
 
 
-@full
-@pytest.mark.parametrize(("lanes", "missing"), [(4, ("avx", "fma", "f16c")), *when_slow((8, ("avx512", "avx10")))])
+@slow
+@pytest.mark.parametrize(("lanes", "missing"), [(4, ("avx", "fma", "f16c")), (8, ("avx512", "avx10"))])
 def test_vectors_of_the_width_that_numba_compiles_for(lanes, missing):
     features = llvm.get_host_cpu_features()
     if not features.get({8: "avx512f", 4: "avx2"}[lanes]):
@@ -103,7 +103,7 @@ print(_few_rows.LANES)
     assert output_of(start(PRODUCTS + code, NUMBA_CPU_FEATURES=",".join(flattened)))[0] == f"{lanes}\n"
 
 
-@full
+@slow
 def test_threads_and_processes_share_what_one_has_compiled(tmp_path):
     at_once = """
 from concurrent.futures import ThreadPoolExecutor

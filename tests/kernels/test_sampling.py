@@ -177,6 +177,7 @@ def test_warpers_of_many_parts(device, monkeypatch, warping, dtype):
     assert torch.equal(scores.sort().values, expected(None, logits.float()).sort().values)
 
 
+@full
 def test_warpers_of_logits_that_are_no_numbers_or_impossible(device):
     """Nothing may be drawn from such rows, whose softmax is not a number."""
     warping = Warping(0.8, 20, 0.9, 0.01)

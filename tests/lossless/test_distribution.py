@@ -54,7 +54,7 @@ def text(model, inputs):
 
 
 def test_text_is_the_same_for_every_draft(model, inputs, text):
-    for number, k in enumerate((1, 2, 5, 8)):
+    for number, k in enumerate((1, 6)):
         for tree in (None, TREE, "random"):
             accuracy = (0.0, 0.5, 0.9)[(number + bool(tree)) % 3]
             speculator = scripted_for(text, inputs, k=k, accuracy=accuracy, tree=tree, seed=3)
@@ -167,7 +167,7 @@ def test_joint_distribution(drafter, setting):
     assert drafter == "no_drafts" or stats.num_accepted_tokens > 0.1 * NUM_ROWS
 
 
-@pytest.mark.parametrize(("widths", "walk"), [((3, 2), {}), *in_full(((1, 1, 1), {}), ((3, 2), WALK))])
+@pytest.mark.parametrize(("widths", "walk"), in_full(((3, 2), {}), ((1, 1, 1), {}), ((3, 2), WALK)))
 def test_drafts_that_lie_about_their_distribution_are_noticed(widths, walk):
     settings = {**SETTINGS["plain"], **walk}
     counts, _ = sampled_counts(settings, sampled_speculator(3, widths=widths, claim="uniform"))

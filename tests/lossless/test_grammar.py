@@ -105,7 +105,7 @@ def test_greedy_matches_generate(library, drafter):
         assert not [note for note in call.stats.notes if "slowest" in note]
 
 
-@pytest.mark.parametrize("library", WALKED)
+@pytest.mark.parametrize("library", [WALKED[1], *in_full(WALKED[0])])
 def test_processors_that_are_walked(library):
     text, call = drafted("eagle3 tree", constraint(library), 2)
     assert torch.equal(text, plain(library, 2))

@@ -13,7 +13,7 @@ from hf_specdec.many.engine import Engine
 from hf_specdec.many.requests import RequestReader
 from tests.helpers.arrivals import ANY_ORDER, arrivals, check_each_for_itself
 from tests.helpers.calls import GREEDY, LENGTHS, requests, texts_alone
-from tests.helpers.levels import full, slow, split
+from tests.helpers.levels import full, in_full, slow, split, when_slow
 from tests.helpers.methods import demo_target, fresh_speculator, settings_of
 from tests.helpers.models import tiny_llama
 from tests.helpers.tape import spoil_inputs, tape_everything
@@ -34,7 +34,6 @@ def many(speculator, given: list[dict], batch_size: int = 3, **settings) -> list
     return results
 
 
-@pytest.mark.every_row
 @pytest.mark.as_users_run
 def test_requests_that_join_are_decoded_as_alone(row):
     speculator = fresh_speculator(settings_of(row))
@@ -126,8 +125,7 @@ def test_long_prompt_is_read_in_chunks_while_others_end(row, monkeypatch):
     assert [one.error for one in rows] == [None] * 3
 
 
-@full
-@pytest.mark.parametrize("name", ["join", "verify", "commit"])
+@pytest.mark.parametrize("name", [*in_full("verify"), *when_slow("join", "commit")])
 def test_others_go_on_where_one_fails(row, monkeypatch, name):
     """What they have said is read again, by drafters of all kinds."""
     tape_everything(monkeypatch)

@@ -183,8 +183,8 @@ def test_prompts_at_and_beyond_the_context(model):
     ("settings", "options"),
     [
         ("top_p", {"draft_sample_method": "probabilistic", "draft_confidence_threshold": 0.7}),
-        ("repetition_penalty_and_top_p", {"draft_sample_method": "probabilistic", "vocab_size": 4}),
         *in_full(
+            ("repetition_penalty_and_top_p", {"draft_sample_method": "probabilistic", "vocab_size": 4}),
             ("top_p", {"draft_sample_method": "greedy", "draft_confidence_threshold": 0.4}),
             ("top_k", {"draft_sample_method": "greedy", "vocab_size": 4}),
             ("top_k", {"draft_sample_method": "probabilistic", "vocab_size": 9}),

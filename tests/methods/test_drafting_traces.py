@@ -10,8 +10,8 @@ from tests.helpers.levels import in_full, when_slow
 
 DRAFTERS = drafters()
 assert {path.stem for path in TRACES.iterdir()} == set(DRAFTERS)
-# One of each method, and those whose official runs have other shapes than the traces.
-SHORT = ("demo-suffix", "demo-medusa", "mlp_speculator-tied_scaled", "mtp-glm4_moe", "dflash-dflash2_full_b8")
+# Of methods that have no official runs.
+SHORT = ("demo-suffix", "demo-medusa", "mlp_speculator-tied_scaled")
 
 
 # Other writings of a network that is among the others, and targets whose official runs say the same.

@@ -80,8 +80,8 @@ def check(name, sampling="top_k", **settings):
     [
         ("corrections_rnn", "top_k", "block"),
         ("peagle", "repetition_penalty", "standard"),
-        ("pard2", "temperature", "standard"),
         *in_full(
+            ("pard2", "temperature", "standard"),
             ("corrections_rnn", "temperature", "standard"),
             ("peagle", "temperature", "block"),
             ("pard", "repetition_penalty", "standard"),
@@ -93,7 +93,7 @@ def test_drawn_drafts(name, sampling, rule):
     assert check(name, sampling, rejection_sample_method=rule).num_accepted_tokens > 300
 
 
-@pytest.mark.parametrize("rule", ["block", *in_full("standard")])
+@pytest.mark.parametrize("rule", in_full("block", "standard"))
 def test_drawn_drafts_cut_by_threshold(rule):
     whole = check("confident", rejection_sample_method=rule)
     cut = check("confident", rejection_sample_method=rule, draft_confidence_threshold=0.5)

@@ -62,8 +62,14 @@ class TestDFlash:
     @pytest.mark.parametrize(
         "name",
         [
-            *("trained_b8", "jetspec_b8", "dflash2_full_b8", "domino_b6", "dspark_confidence_b5"),
-            *in_full("qwen3_random_b8", "default_layer_ids_b4", "dflash2_sliding_b5", "trained_for_refinement_b8"),
+            *("jetspec_b8", "dflash2_full_b8", "domino_b6", "dspark_confidence_b5"),
+            *in_full(
+                "trained_b8",
+                "qwen3_random_b8",
+                "default_layer_ids_b4",
+                "dflash2_sliding_b5",
+                "trained_for_refinement_b8",
+            ),
         ],
     )
     def test_runs(self, name):

@@ -319,6 +319,7 @@ def test_a_time_limit_ends_the_training_with_its_schedule(tmp_path, monkeypatch)
     assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(2e-4)
 
 
+@full
 def test_bfloat16_where_the_machine_computes_in_it(monkeypatch, tmp_path):
     """Other CPUs take many times as long for it."""
     found = []

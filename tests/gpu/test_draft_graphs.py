@@ -336,7 +336,7 @@ class TestEager:
         ("row", "kind", "part"),
         [
             ("eagle3 chain", Eagle3Network, "fuse"),
-            *in_full(("medusa", MedusaHeads, "top_tokens"), ("mlp_speculator chain", MLPStage, "__call__")),
+            *in_full(("medusa", MedusaHeads, "short_logits"), ("mlp_speculator chain", MLPStage, "__call__")),
         ],
     )
     def test_what_cannot_be_captured(self, row, kind, part, target, tapes, monkeypatch):

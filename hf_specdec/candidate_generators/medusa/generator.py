@@ -209,8 +209,10 @@ class MedusaCandidateGenerator(NetworkGenerator):
     ) -> DraftNodes | RankedCandidates:
         heads, lm_head, plan = self.network, self.resources.target.head, self.plan
         hidden, depth = new.last(new.states["last"]), min(limits.deepest, plan.max_depth)
+        # What a measured tree leaves out is counted, too.
+        logits = heads.short_logits(hidden, lm_head, min(depth + 1, heads.num_heads) if self.counts else depth)
         if limits.threshold or not draw.is_plain:
-            logits = heads.short_logits(hidden, lm_head, depth).transpose(0, 1) * heads.logit_scale
+            logits = logits.transpose(0, 1) * heads.logit_scale
             if not (draw.is_plain and isinstance(plan, DynamicTree)):
                 # No head looks at the anchors, which graphs have not.
                 return Positions(logits).grow(plan, hidden.new_zeros(len(hidden), dtype=torch.long), limits, draw)
@@ -219,11 +221,9 @@ class MedusaCandidateGenerator(NetworkGenerator):
             counts = (nodes.log_probs > math.log(limits.threshold)).sum(1)
             return nodes._replace(counts=counts.maximum((nodes.log_probs[:, 0] > -math.inf).long()))
         tree = plan.up_to(depth)
-        count = max(tree.widths)
-        if self.counts:
-            # What the tree leaves out is counted, too.
-            depth, count = min(depth + 1, heads.num_heads), min(NUM_RANKS, heads.lm_head_size)
-        best = heads.top_tokens(hidden, count, lm_head, depth).transpose(0, 1).contiguous()
+        count = min(NUM_RANKS, heads.lm_head_size) if self.counts else max(tree.widths)
+        best = logits.topk(count, dim=-1).indices.transpose(0, 1).contiguous()
+        best = best if self.token_ids is None else self.token_ids[best]
         if self.counts:
             return RankedCandidates(best)
         return DraftNodes(best.flatten(1).index_select(1, _candidate_of_node(tree, count, best.device)))

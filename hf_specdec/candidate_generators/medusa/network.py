@@ -93,17 +93,6 @@ class MedusaHeads(LoadedNetwork):
             logits = logits * self.logit_scale
         return logits if self.lm_heads is None else over_vocabulary(logits, self.token_map, self.vocab_size)
 
-    def top_tokens(
-        self,
-        hidden: torch.Tensor,
-        count: int,
-        lm_head: nn.Module | torch.Tensor | None = None,
-        num_heads: int | None = None,
-    ) -> torch.LongTensor:
-        """The `count` best tokens of each head, best first: `(K, ..., count)`."""
-        best = self.short_logits(hidden, lm_head, num_heads).topk(count, dim=-1).indices
-        return best if self.token_map is None else self.token_map[best]
-
     def states(self, hidden: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
         """The last residual stream of each head: `(K, ..., H)` for `hidden` of shape `(..., H)`."""
         stream = hidden.reshape(-1, self.hidden_size)

@@ -22,7 +22,7 @@ from hf_specdec.cli import options
 from hf_specdec.cli.drafters import load_drafter, read_drafter
 from hf_specdec.demo import packaged
 from hf_specdec.errors import CheckpointFormatError, SpecConfigError, SpecDecError
-from tests.helpers.levels import full, in_full, when_slow
+from tests.helpers.levels import full, in_full, slow
 from tests.helpers.methods import CHECKPOINTS
 from tests.helpers.pages import story_in
 from tools import command_tables
@@ -183,7 +183,7 @@ def test_generate_with_the_target_s_own_settings(tmp_path, plain_tokens):
     assert [line["tokens"] for line in lines] == [templated] * 2
 
 
-def test_errors_are_one_line():
+def test_errors_are_one_line(monkeypatch):
     assert invoke("--version").stdout == f"hf-specdec {__version__}\n"
     for arguments, message in (
         (("demo", PROMPT, "-d", "ngramm"), "Unknown spec_method='ngramm'. Did you mean 'ngram'?"),
@@ -201,9 +201,15 @@ def test_errors_are_one_line():
     assert isinstance(result.exception, SpecDecError)
     assert "Missing argument" in invoke("serve", code=2).stderr
 
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
 
-@full
-@pytest.mark.parametrize(("event", "code"), [("interrupt", 130), *when_slow(("closed pipe", 141))])
+    monkeypatch.setattr("hf_specdec.cli.generate._generate", interrupted)
+    assert invoke("generate", "demo", PROMPT, code=130).stderr.strip().endswith("Interrupted.")
+
+
+@slow
+@pytest.mark.parametrize(("event", "code"), [("interrupt", 130), ("closed pipe", 141)])
 def test_ends_quietly(event, code):
     command = [sys.executable, "-m", "hf_specdec", "generate", "demo", "-n", "2000", "-d", "off", PROMPT]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}

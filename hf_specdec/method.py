@@ -52,7 +52,6 @@ class Method:
     aliases: tuple[str, ...] = ()  # other names for `spec_method`
     package: str | None = None  # optional dependency without which it cannot draft, as pip names it
     preference: int = 1000  # order among drafters that fit a target equally well, the smallest number first
-    preferred_because: str = ""  # the reason of that place
     tags: tuple[str, ...] = ()  # of its drafters on the Hub, beside the name
     formats: str | None = None  # module with its checkpoint formats, `FORMATS`
     recipe: str | None = None  # reference to the recipe that trains it

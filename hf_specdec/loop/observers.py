@@ -106,16 +106,16 @@ class Statistics(Observer):
 
     def tell(self, cycle: Cycle) -> None:
         stats, draft, verdict = self.stats, cycle.draft, cycle.verdict
-        if cycle.is_first:
-            # Those of a request count its first token when it begins.
+        if cycle.is_first:  # those of a request count its first token when it begins
             stats.num_committed_tokens += len(cycle.rows)
             return
         nodes = draft.counts()
         counts = zip(nodes, draft.max_depths(), verdict.num_accepted, verdict.counts)
         for number, counts_of_row in zip(cycle.rows, counts):
             stats.count(*counts_of_row)
-            if (of_request := self._rows.places[number][0].stats) is not None:
-                of_request.count(*counts_of_row)
+            place = self._rows.places[number]
+            if place is not None and place[0].stats is not None:
+                place[0].stats.count(*counts_of_row)
         if not any(nodes):
             stats.count_without_drafts(draft.why_empty)
         if (lookups := self._lookups) is not None:

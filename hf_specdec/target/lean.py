@@ -69,9 +69,9 @@ def has_lean_forward(model: PreTrainedModel) -> bool:
     """Tells whether `LeanModel` computes exactly what the model's own forward does."""
     if not has_known_layers(model):
         return False
-    decoder, implementation = model.get_decoder(), model.config._attn_implementation
+    decoder: Any = model.get_decoder()
     attention, weight = decoder.layers[0].self_attn, decoder.embed_tokens.weight
-    kind = weight.device.type
+    kind, implementation = weight.device.type, model.config._attn_implementation
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         # It would cast elsewhere than in the model's own operations.
         return False

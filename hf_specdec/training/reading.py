@@ -98,10 +98,9 @@ class TargetReader:
     """Reads batches with the frozen target, if a recipe needs any of its states, see [`captured_states`]."""
 
     def __init__(self, target: PreTrainedModel | None, states: tuple[int | str, ...], keeps: bool = False):
-        self.target = target
-        self.states = states
+        self.target, self.states, self._keeps = target, states, keeps
         # Of rows that have an index, if it keeps them: these are not read again.
-        self._kept: dict[int, dict[int | str, torch.Tensor]] | None = {} if keeps else None
+        self._kept: dict[int, dict[int | str, torch.Tensor]] = {}
         if states:
             target.requires_grad_(False).eval()
 
@@ -116,7 +115,7 @@ class TargetReader:
         counted = torch.ones_like(tokens, dtype=torch.bool) if counted is None else counted
         if not self.states:
             return Reading(tokens, counted)
-        rows = [] if self._kept is None or index is None else index.tolist()
+        rows = index.tolist() if self._keeps and index is not None else []
         if rows and self._kept.keys() >= set(rows):
             states = {}
             for key in self.states:

@@ -85,7 +85,6 @@ METHODS = (
         formats="formats",
         weights="a draft",
         preference=20,
-        preferred_because="a whole block in one pass, of several layers",
         recipe="recipe:DFlashRecipe",
         training=DFlashTraining,
         further_recipes={

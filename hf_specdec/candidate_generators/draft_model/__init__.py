@@ -31,7 +31,6 @@ METHODS = (
         is_language_model=True,
         aliases=("assistant_model",),
         preference=70,
-        preferred_because="a whole model, the most work for a token",
         tags=("draft-model",),
         recipe="recipe:DraftModelRecipe",
         training=DraftModelTraining,

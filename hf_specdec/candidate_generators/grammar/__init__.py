@@ -12,6 +12,5 @@ METHODS = (
         takes_model=False,
         needs_grammar=True,
         preference=110,
-        preferred_because="no weights: what a grammar leaves no choice about, and nothing without one",
     ),
 )

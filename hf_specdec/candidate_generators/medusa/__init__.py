@@ -34,7 +34,6 @@ METHODS = (
         drafts_static_trees=True,
         drafts_one_token_per_head=True,
         preference=60,
-        preferred_because="no attention, and heads that do not know each other's tokens",
         recipe="recipe:MedusaRecipe",
         training=MedusaTraining,
         healthy_first_rate=0.1,

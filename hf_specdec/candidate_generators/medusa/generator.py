@@ -217,6 +217,7 @@ class MedusaCandidateGenerator(NetworkGenerator):
                 # No head looks at the anchors, which graphs have not.
                 return Positions(logits).grow(plan, hidden.new_zeros(len(hidden), dtype=torch.long), limits, draw)
             nodes = best_prefixes(best_candidates(logits, len(plan), self.token_ids), len(plan), limits)
+            assert nodes.log_probs is not None, "prefixes have their probabilities"
             # The best come first, and the first one in any case.
             counts = (nodes.log_probs > math.log(limits.threshold)).sum(1)
             return nodes._replace(counts=counts.maximum((nodes.log_probs[:, 0] > -math.inf).long()))

@@ -35,7 +35,6 @@ METHODS = (
         drafts_static_trees=True,
         drafts_one_token_per_head=True,
         preference=50,
-        preferred_because="no attention: each token is a guess from the state and the token before",
         tags=("mlp-speculator",),
         recipe="recipe:MLPSpeculatorRecipe",
         training=MLPSpeculatorTraining,

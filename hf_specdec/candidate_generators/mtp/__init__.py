@@ -29,7 +29,6 @@ METHODS = (
         drafts_static_trees=True,
         aliases=("deepseek_mtp", "mimo_mtp", "glm4_moe_mtp", "ernie_mtp", "qwen3_next_mtp", "longcat_flash_mtp"),
         preference=30,
-        preferred_because="trained with the target, mostly for one token that is then drafted on from",
         recipe="recipe:MtpRecipe",
         training=MtpTraining,
         vllm="mtp",

@@ -12,7 +12,6 @@ METHODS = (
         takes_model=False,
         aliases=("prompt_lookup", "prompt_lookup_decoding"),
         preference=90,
-        preferred_because="no weights: repeats the prompt",
         vllm="ngram",
         sglang="NGRAM",
         transformers="prompt_lookup_num_tokens",

@@ -12,6 +12,5 @@ METHODS = (
         takes_model=False,
         only_if_named=True,
         preference=200,
-        preferred_because="no drafts: the baseline of the others",
     ),
 )

@@ -14,6 +14,5 @@ METHODS = (
         complements_copies=True,
         aliases=("token_recycling",),
         preference=100,
-        preferred_because="no weights: what the target considered after the same token",
     ),
 )

@@ -15,7 +15,6 @@ METHODS = (
         only_if_named=True,
         aliases=("layerskip",),
         preference=110,
-        preferred_because="no weights: the target's own first layers",
         transformers="assistant_early_exit",
     ),
     Method(
@@ -27,6 +26,5 @@ METHODS = (
         only_if_named=True,
         aliases=("magicdec",),
         preference=120,
-        preferred_because="no weights: the target itself over a part of the text",
     ),
 )

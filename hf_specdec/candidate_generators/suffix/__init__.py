@@ -13,7 +13,6 @@ METHODS = (
         aliases=("suffix_decoding",),
         package="arctic-inference",
         preference=80,
-        preferred_because="no weights: repeats the prompt and earlier responses",
         vllm="suffix",
     ),
 )

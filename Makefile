@@ -36,7 +36,7 @@ real: $(VENV)/.all
 PYTEST = OMP_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2
 
 test: $(VENV)/.dev
-	$(PYTEST) --budget 230
+	$(PYTEST) --budget 200
 
 test-all: $(VENV)/.dev
 	$(PYTEST) -m "full and not slow and not gpu"

@@ -72,7 +72,7 @@ def test_pending_reads_arrive(gpu):
     assert PendingRead(torch.arange(5, device=gpu) * 2).get().tolist() == [0, 2, 4, 6, 8]
 
 
-TREE = TokenTree.chain(3)
+TREE = TokenTree.from_paths([(0,), (1,), (0, 0)])
 KEPT = {
     indexing.arange: (3,),
     kept_tensor: ((1, 2),),

@@ -117,14 +117,17 @@ class ModelProfile:
         return {**named, **dict.fromkeys(_WITHOUT_ATTENTION)} if self.is_recurrent else named
 
 
-_profiles: WeakKeyDictionary[torch.nn.Module, ModelProfile] = WeakKeyDictionary()
+# Each after the settings of its config that may change, and say what tokens see.
+_profiles: WeakKeyDictionary[torch.nn.Module, tuple[Any, ModelProfile]] = WeakKeyDictionary()
 
 
 def model_profile(model: torch.nn.Module, role: str = "target model") -> ModelProfile:
     """The model's profile; raises an `UnsupportedModelError` about a model that the loop cannot drive."""
-    if model not in _profiles:
-        _profiles[model] = _read_profile(model, role)
-    return _profiles[model]
+    settings = vars(model.config.get_text_config(decoder=True))
+    seen = [settings.get(name) for name in ("sliding_window", "attention_chunk_size", "layer_types")]
+    if model not in _profiles or _profiles[model][0] != seen:
+        _profiles[model] = seen, _read_profile(model, role)
+    return _profiles[model][1]
 
 
 def _read_profile(model: Any, role: str) -> ModelProfile:

@@ -394,9 +394,10 @@ def _is_watched(module: torch.nn.Module) -> bool:
 
 
 def _captured_state(parts: tuple[torch.nn.Module, ...]) -> tuple[Any, ...]:
-    """State that graphs have built in: the addresses of all weights, and how attention is computed."""
-    attention = getattr(getattr(parts[0], "config", None), "_attn_implementation", None)
-    return attention, tuple((tensor.data_ptr(), tensor.dtype) for tensor in _weights(parts))
+    """State that graphs have built in: the addresses of all weights, how attention is computed and how far it sees."""
+    config = getattr(parts[0], "config", None)
+    attention = [getattr(config, name, None) for name in ("_attn_implementation", "sliding_window")]
+    return *attention, tuple((tensor.data_ptr(), tensor.dtype) for tensor in _weights(parts))
 
 
 _models: weakref.WeakKeyDictionary[torch.nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()

@@ -30,7 +30,7 @@ from ..layers.known import has_known_layers, is_untouched, modules_of
 from ..layers.llama import DecoderLayer, GatedMLP, RMSNorm, RotaryAngles
 from ..layers.plan import LayerPlan, Read, Way, bind_linears, first_outputs, norm_of, plan_layers, planned, reading
 from ..layers.structure import form_of
-from ..modules import kept_for
+from ..modules import has_hooks_of_all, kept_for
 from .attention import DTYPES, MAX_HEAD_SIZE, TREE_KERNEL, attention_switch, takes_trees
 from .cache import SlotCache
 from .facts import model_profile
@@ -51,10 +51,8 @@ def slot_model(
         uncompiled = Uncompiled(model)
         if_it_fails.callback(uncompiled.close)
         # What earlier calls have found, unless the model has changed since.
-        cache.plans = facts = kept_for(model)
-        if has_lean_forward not in facts:
-            facts[has_lean_forward] = has_lean_forward(model)
-        if not forward_kwargs and facts[has_lean_forward]:
+        cache.plans = kept_for(model)
+        if not forward_kwargs and cache.plans[has_lean_forward]:
             slots: SlotModel = LeanModel(model, cache, states)
         else:
             attention_switch(model)  # before anything is read
@@ -67,7 +65,7 @@ def slot_model(
 
 def has_lean_forward(model: PreTrainedModel) -> bool:
     """Tells whether `LeanModel` computes exactly what the model's own forward does."""
-    if not has_known_layers(model):
+    if has_hooks_of_all() or not has_known_layers(model):
         return False
     decoder: Any = model.get_decoder()
     attention, weight = decoder.layers[0].self_attn, decoder.embed_tokens.weight
@@ -155,8 +153,6 @@ class LeanModel(SlotModel):
 
     def __init__(self, model: torch.nn.Module, cache: SlotCache, states: tuple[int | str, ...] = ()):
         super().__init__(model, cache, states)
-        if LayerStack not in cache.plans:
-            cache.plans[LayerStack] = LayerStack(model)
         self._stack: LayerStack = cache.plans[LayerStack]
         self._layers = self._stack.layers
         self._fits_kernel = self._stack.fits_kernel

@@ -6,6 +6,7 @@ from torch import nn
 from transformers import LlamaForCausalLM
 
 from hf_specdec.drafts import TreeTopology, chain_topology, static_topology
+from hf_specdec.modules import kept_for
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.lean import LeanModel, has_lean_forward, slot_model
 from hf_specdec.target.model import SlotModel
@@ -67,10 +68,17 @@ def tokens_of(*shape: int, seed: int = 1) -> torch.LongTensor:
 
 
 @torch.no_grad()
+def slots_of(model, capacity):
+    """Empty slots, with what calls of the model keep."""
+    cache = SlotCache(capacity)
+    cache.plans = kept_for(model)
+    return cache
+
+
 def outputs_of(kind, model, starts, offsets=None, capacity=12, forwards=6, max_position=None, states=()):
     """Logits and states of chains and trees in turn, each followed by the commit of other counts in every row."""
     batch_size = len(starts)
-    driver = kind(model, SlotCache(capacity), states)
+    driver = kind(model, slots_of(model, capacity), states)
     driver.prefill(tokens_of(batch_size, 9), starts)
     driver.leads = [lead + offset for lead, offset in zip(driver.leads, offsets or [0] * batch_size)]
     driver.max_position = max_position
@@ -127,12 +135,12 @@ def test_same_bits_of_single_tokens_and_of_rows_that_leave():
 
     @torch.no_grad()
     def drive(kind):
-        driver = kind(model, SlotCache(8))
+        driver = kind(model, slots_of(model, 8))
         driver.prefill(prompts(2, padding=False)["input_ids"], [0, 0])
         for token in range(20):
             yield driver.forward(torch.tensor([[token], [token + 9]]), chain_topology(0, CPU)).logits
             driver.cache.commit([1, 1])
-        driver = kind(model, SlotCache(10))
+        driver = kind(model, slots_of(model, 10))
         driver.prefill(prompts(4)["input_ids"], [3, 2, 1, 0])
         for rows, keep in ((4, [0, 3, 2]), (3, [2, 1]), (2, [1])):
             yield driver.forward(torch.arange(3 * rows).view(rows, 3), chain_topology(2, CPU)).logits
@@ -146,7 +154,7 @@ def test_logits_of_the_last_nodes():
     model = make("llama")
 
     def forward(kind, states, **wanted):
-        driver = kind(model, SlotCache(12), states)
+        driver = kind(model, slots_of(model, 12), states)
         driver.prefill(prompts(2)["input_ids"], [0, 2])
         return driver.forward(tokens_of(2, 5), chain_topology(4, CPU), **wanted)
 

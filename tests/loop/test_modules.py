@@ -9,9 +9,13 @@ from weakref import ref
 import pytest
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from hf_specdec.kernels.products import OwnForward
+from hf_specdec.layers.plan import is_hooked
 from hf_specdec.modules import kept_for
-from tests.helpers.models import prompts, tiny_llama
+from hf_specdec.target.lean import has_lean_forward
+from tests.helpers.models import prompts, tiny_llama, tiny_mistral
 
 
 CHANGES = {
@@ -27,6 +31,7 @@ CHANGES = {
     "mode": lambda model: model.model.layers[1].self_attn.train(),
     "frequencies": lambda model: model.model.rotary_emb.inv_freq.mul_(0.5),
     "memory": lambda model: setattr(model.lm_head.weight, "data", model.lm_head.weight.data.clone()),
+    "a sparse part": lambda model: model.model.register_buffer("links", torch.eye(3).to_sparse()),
     "a number": lambda model: setattr(model.model.norm, "variance_epsilon", 0.5),
     "settings": lambda model: setattr(model.config, "rope_parameters", dict(model.config.rope_parameters)),
     "attention": lambda model: model.set_attn_implementation("eager"),
@@ -49,6 +54,48 @@ def test_autocast_is_seen():
     kept = kept_for(model)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert kept_for(model) is not kept
+
+
+def test_what_is_found_among_hooks_of_another_call_is_not_kept():
+    """Beginning calls find what they can do while other threads read prompts, with hooks in the model's modules."""
+    model, hooks = tiny_llama(), []
+
+    def is_beside_others(model):
+        hooks.append(model.model.norm.register_forward_hook(lambda module, args, output: None))
+        return is_hooked(model.model.norm)
+
+    kept = kept_for(model)
+    assert kept[is_beside_others]
+    assert is_beside_others not in kept
+    hooks.pop().remove()
+    assert is_beside_others not in kept_for(model)
+
+
+def test_forwards_of_this_package_are_no_change():
+    model = tiny_llama()
+    kept = kept_for(model)
+    model.lm_head.forward = OwnForward(model.lm_head)
+    assert kept_for(model) is kept
+
+
+def test_hooks_of_all_modules_run():
+    model = tiny_llama()
+    assert kept_for(model)[has_lean_forward]
+    hook = register_module_forward_hook(lambda module, args, output: None)
+    try:
+        assert not kept_for(model)[has_lean_forward]
+    finally:
+        hook.remove()
+    assert kept_for(model)[has_lean_forward]
+
+
+def test_another_window_is_seen():
+    model = tiny_mistral(sliding_window=8)
+    for window in (8, 3, None):
+        model.config.sliding_window = window
+        call = {**prompts(2, length=16), "max_new_tokens": 12, "do_sample": False}
+        plain = model.generate(**call, spec_method="off")
+        assert torch.equal(model.generate(**call, spec_method="ngram"), plain)
 
 
 def test_calls_keep_no_model_alive():

@@ -39,7 +39,7 @@ test: $(VENV)/.dev
 	$(PYTEST) --budget 200
 
 test-all: $(VENV)/.dev
-	$(PYTEST) -m "full and not slow and not gpu"
+	$(PYTEST) -m "full and not slow and not gpu" $(LIMIT)
 
 test-slow: $(VENV)/.dev
 	$(PYTEST) -m "slow and not gpu"

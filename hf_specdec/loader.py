@@ -36,6 +36,7 @@ from .method import (
     parts_of,
     resolve_candidate_generator,
 )
+from .modules import forget_kept
 from .resolve import as_text, resolve
 from .settings import AUTO, SpeculativeConfig
 from .speculator import Speculator
@@ -320,6 +321,7 @@ def forget_speculators(target_model: torch.nn.Module | None = None) -> None:
         target_model (`PreTrainedModel`, *optional*): The target; all by default.
     """
     forget_graphs(target_model)
+    forget_kept(target_model)
     for keeper in keepers if target_model is None else ():
         keeper.cache_clear()
     for record in forget_records(target_model):

@@ -88,3 +88,11 @@ def _state(modules: list[nn.Module]) -> tuple[list[Any], list[int]]:
             configs.add(id(config))
             state += getattr(config, "__dict__", {}).values()
     return state, marks
+
+
+def forget_kept(owner: nn.Module | None = None) -> None:
+    """Frees what is kept for one owner, or for all, with the tensors that it no longer has."""
+    if owner is None:
+        _kept.clear()
+    else:
+        _kept.pop(owner, None)

@@ -117,17 +117,17 @@ class ModelProfile:
         return {**named, **dict.fromkeys(_WITHOUT_ATTENTION)} if self.is_recurrent else named
 
 
-# Each after the settings of its config that may change, and say what tokens see.
-_profiles: WeakKeyDictionary[torch.nn.Module, tuple[Any, ModelProfile]] = WeakKeyDictionary()
+_profiles: WeakKeyDictionary[torch.nn.Module, tuple[Any, ...]] = WeakKeyDictionary()  # config, what it says, profile
 
 
 def model_profile(model: torch.nn.Module, role: str = "target model") -> ModelProfile:
     """The model's profile; raises an `UnsupportedModelError` about a model that the loop cannot drive."""
-    settings = vars(model.config.get_text_config(decoder=True))
-    seen = [settings.get(name) for name in ("sliding_window", "attention_chunk_size", "layer_types")]
-    if model not in _profiles or _profiles[model][0] != seen:
-        _profiles[model] = seen, _read_profile(model, role)
-    return _profiles[model][1]
+    config, before, profile = _profiles.get(model) or (model.config.get_text_config(decoder=True), None, None)
+    seen = [vars(config).get(name) for name in ("sliding_window", "attention_chunk_size", "layer_types")]
+    if profile is None or seen != before:
+        profile = _read_profile(model, role)
+        _profiles[model] = config, seen, profile
+    return profile
 
 
 def _read_profile(model: Any, role: str) -> ModelProfile:

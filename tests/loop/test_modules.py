@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from hf_specdec import forget_speculators
 from hf_specdec.kernels.products import OwnForward
 from hf_specdec.layers.plan import is_hooked
 from hf_specdec.modules import kept_for
@@ -106,3 +107,13 @@ def test_calls_keep_no_model_alive():
     model = ref(model)
     gc.collect()
     assert model() is None
+
+
+def test_parts_that_were_replaced_can_be_freed():
+    model = tiny_llama()
+    model.generate(**prompts(1), max_new_tokens=4, do_sample=False, spec_method="ngram")
+    head = ref(model.lm_head)
+    model.lm_head = deepcopy(model.lm_head)
+    forget_speculators(model)
+    gc.collect()
+    assert head() is None

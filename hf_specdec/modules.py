@@ -74,7 +74,8 @@ def _state(modules: list[nn.Module]) -> tuple[list[Any], list[int]]:
         # A function in the place of the forward may hold the owner. That of this package computes the same.
         own_forward, compiled = type(attributes.get("forward")), attributes.get("_compiled_call_impl") is None
         own_forward = NoneType if own_forward is OwnForward else own_forward
-        state += (type(module), type(module).forward, own_forward, compiled, *tensors, *module._modules.values())
+        kind, forward = type(module), getattr(type(module), "forward", None)
+        state += (kind, forward, own_forward, compiled, *tensors, *module._modules.values())
         state += [value for value in attributes.values() if type(value) in _PLAIN]
         # A tensor can be given another memory, and what was computed of a buffer ends where it is written to.
         plain = [tensor for tensor in tensors if type(tensor) in _DENSE and tensor.layout is torch.strided]

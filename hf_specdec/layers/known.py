@@ -60,7 +60,7 @@ def is_untouched(module: nn.Module) -> bool:
     """Tells whether calling the module runs the forward that its class was published with, on plain weights."""
     if is_hooked(module) and not _only_captures_outputs(module):
         return False
-    if not (is_published(type(module)) and is_published(type(module).forward)):
+    if not (is_published(type(module)) and is_published(getattr(type(module), "forward", None))):
         return False
     if "weight" in module._buffers:
         return False  # packed
@@ -92,4 +92,4 @@ def modules_of(model: nn.Module, left_out: Container[int] = ()) -> list[nn.Modul
 @lru_cache(maxsize=256)
 def is_published(definition: Any) -> bool:
     """Tells whether a class or function is torch's, transformers', or of this package."""
-    return definition.__module__.partition(".")[0] in ("torch", "transformers", "hf_specdec")
+    return getattr(definition, "__module__", "").partition(".")[0] in ("torch", "transformers", "hf_specdec")

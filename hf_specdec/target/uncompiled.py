@@ -36,8 +36,8 @@ class Uncompiled(Part):
         self.has_modules: bool = False  # there are compiled ones
         with _lock:
             for module in modules_of(model):
-                is_own = not vars(module).keys().isdisjoint(_PLACES[:2])
-                if is_own or id(module) in _set_aside or hasattr(type(module).forward, "_torchdynamo_orig_callable"):
+                is_compiled = hasattr(getattr(type(module), "forward", None), "_torchdynamo_orig_callable")
+                if is_compiled or id(module) in _set_aside or not vars(module).keys().isdisjoint(_PLACES[:2]):
                     stand_ins = _set_aside.get(id(module)) or StandIns(_compiled_places(module))
                     if stand_ins.places:
                         self._stack.enter_context(stand_ins.in_place())

@@ -99,6 +99,15 @@ def test_another_window_is_seen():
         assert torch.equal(model.generate(**call, spec_method="ngram"), plain)
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_traced_parts_run():
+    """Their classes have no forward to look at."""
+    model, call = tiny_llama(), {**prompts(2), "max_new_tokens": 8, "do_sample": False}
+    plain = model.generate(**call, spec_method="off")
+    model.lm_head = torch.jit.trace(deepcopy(model.lm_head), torch.zeros(1, 1, model.config.hidden_size))
+    assert torch.equal(model.generate(**call, spec_method="ngram"), plain)
+
+
 def test_calls_keep_no_model_alive():
     model = tiny_llama()
     model.generate(**prompts(1), max_new_tokens=4, do_sample=False, assistant=tiny_llama())

@@ -15,8 +15,7 @@ from transformers.utils import logging
 from ..errors import SpecConfigError
 from ..method import built_in_methods, parts_of
 from ..reading import plain_value
-from ..settings.names import AUTO, names_of, option_fields
-from ..settings.spellings import respelled
+from ..settings.names import AUTO, flattened, names_of, option_fields
 
 
 logger = logging.get_logger(__name__)
@@ -64,8 +63,9 @@ def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dic
         raise SpecConfigError(f"{source}: settings are a mapping of names to values, got {type(settings).__name__}.")
     settings = plain_value(source, settings, _MOST_VALUES)
     options = settings.get("options")
-    flat = respelled({**(options if isinstance(options, Mapping) else {}), **settings})
+    flat = {**(options if isinstance(options, Mapping) else {}), **settings}
     flat.pop("options", None)
+    flat = flattened(flat)
     if flat.get("trust_remote_code") or (isinstance(options, Mapping) and options.get("trust_remote_code")):
         raise SpecConfigError(
             f"{source} sets `trust_remote_code`, and settings that come with a model must not let code run. If you "

@@ -279,7 +279,7 @@ class SpeculativeConfig:
 
         When the method or the acceptance rule changes, the options of the old one are dropped.
         """
-        base, changes = self.to_dict(secrets=True), flattened(changes)
+        base, changes = self.to_dict(secrets=True), flattened(changes, self.method)
         new_method = canonical_method(changes.get("method", self.method))
         if self.method not in (None, AUTO) and new_method != self.method:
             common = {item.name for item in _common_fields()}
@@ -292,9 +292,8 @@ class SpeculativeConfig:
         """The settings of a configuration that named no method, as far as this one has them, above `defaults`."""
         names = {name for item in options_in(options_class(method)) for name in names_of(item)}
         names |= {item.name for item in _common_fields() if _concerns(item, method)}
-        settings = {key: value for key, value in self.to_dict(secrets=True).items() if key in names}
-        defaults = {key: value for key, value in defaults.items() if key in names}
-        return type(self)(**merged(defaults, {**settings, "method": method}))
+        settings = merged(defaults, {**self.to_dict(secrets=True), "method": method})
+        return type(self)(**{key: value for key, value in settings.items() if key in names})
 
     def with_greedy_drafts(self) -> SpeculativeConfig:
         """Sets `draft_sample_method="greedy"` where the settings leave open how draft tokens are chosen."""
@@ -508,11 +507,9 @@ def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
 
 def _checked(item: Field, value: Any, hint: Any) -> Any:
     """The value in the type of its field and within its bounds; `None` is the default where it is no value itself."""
-    name = key_of(item)
-    metadata = item.metadata
-    types = types_of(hint)
-    if value is None and NoneType not in types:
-        return default_of(item)
+    name, metadata, types = key_of(item), item.metadata, types_of(hint)
+    if value is None:
+        return value if NoneType in types else default_of(item)
     if normalize := metadata.get("normalize"):
         value = normalize(value)
     if metadata.get("is_secret") and not isinstance(value, types):

@@ -10,13 +10,13 @@ import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..errors import SpecConfigError, SpecDecError, did_you_mean, shown
 from ..method import COMBINING, methods, parts_of, resolve_candidate_generator
 from ..reading import plain_value
 from .checks import is_int
-from .spellings import OTHER_NAMES, respelled
+from .spellings import FORMER_NAMES, OTHER_NAMES, respelled
 
 
 # In a method's place: the drafter that is found for the target, or the method of the `model` that is named. In that of
@@ -69,8 +69,8 @@ def default_of(item: Field[Any]) -> Any:
     return item.default if item.default_factory is MISSING else item.default_factory()
 
 
-def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Flat settings by today's names, with the content of `options` (an options object or a mapping) among them."""
+def flattened(settings: Mapping[str, Any], method: str | None = None) -> dict[str, Any]:
+    """Flat settings of a method by today's names, those in `options` (an object or a mapping) among them."""
     flat = dict(settings.items())
     options = flat.pop("options", None)
     options = {} if options is None else options
@@ -88,12 +88,20 @@ def flattened(settings: Mapping[str, Any]) -> dict[str, Any]:
         names = ", ".join(name[:100] for name in sorted(twice))
         raise SpecConfigError(f"These settings are given twice, beside and inside `options`: {names}.")
     flat.update(options)
-    return respelled({str.__str__(key): plain_value(f"`{key[:100]}`", value) for key, value in flat.items()})
+    flat = {str.__str__(key): plain_value(f"`{key[:100]}`", value) for key, value in flat.items()}
+    former = FORMER_NAMES & flat.keys()
+    if not former:
+        return flat
+    method = flat.get("method") or method
+    # What the method itself calls so, or any where it is open, is its own.
+    known = [method] if isinstance(method, str) and method != AUTO else methods()
+    return respelled(flat, former.difference(*map(_option_names, known)))
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     """`base` with `changes` on top, whichever of its two names an option is given by."""
-    base, changes = flattened(base), flattened(changes)
+    base = flattened(base)
+    changes = flattened(changes, base.get("method"))
     method = canonical_method(changes.get("method", base.get("method")))
     if method in (None, AUTO):
         return {**base, **changes}
@@ -105,29 +113,21 @@ def by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
     spellings = _spellings(options_class(method))
     named: dict[str, Any] = {}
     for name, value in flat.items():
-        spelling = spellings.get(name, _Spelling(name))
-        if spelling.key in named:
-            both = [f"`{other}`" for other in flat if spellings.get(other, _Spelling(other)).key == spelling.key]
+        key, offset = spellings.get(name, (name, 0))
+        if key in named:
+            both = [f"`{other}`" for other in flat if spellings.get(other, (other, 0))[0] == key]
             raise SpecConfigError(f"{' and '.join(both)} are two names of one setting. Keep one.")
-        named[spelling.key] = value + spelling.offset if spelling.offset and is_int(value) else value
+        named[key] = value + offset if offset and is_int(value) else value
     return named
 
 
-class _Spelling(NamedTuple):
-    """One of the names of an option."""
-
-    key: str  # its flat name
-    offset: int = 0  # is added to a value under this name: engines count sizes in another way
-
-
 @cache
-def _spellings(options_class: type[Any]) -> dict[str, _Spelling]:
-    """The names of a method's options beside the flat ones."""
-    spellings: dict[str, _Spelling] = {}
+def _spellings(options_class: type[Any]) -> dict[str, tuple[str, int]]:
+    """By the names of a method's options beside the flat ones: the flat one, and what engines count less."""
+    spellings: dict[str, tuple[str, int]] = {}
     for item in options_in(options_class):
-        spellings[item.name] = _Spelling(key_of(item))
-        for name, offset in item.metadata.get("engine_names", {}).items():
-            spellings[name] = _Spelling(key_of(item), offset)
+        for name, offset in {item.name: 0, **item.metadata.get("engine_names", {})}.items():
+            spellings[name] = key_of(item), offset
     return spellings
 
 
@@ -174,10 +174,14 @@ def unknown_setting(method: str | None, key: str, options: Iterable[str], common
     return f"{whose} has no setting {shown(key)}.{hint}{listed} The settings of all methods are: {', '.join(common)}."
 
 
+def _option_names(method: str) -> set[str]:
+    return {name for item in option_fields(method) for name in names_of(item)}
+
+
 def option_owners() -> dict[str, list[str]]:
     """The methods that have an option, by its name; for messages, because it imports every method."""
     owners: dict[str, list[str]] = {}
     for method in methods():
-        for name in sorted({name for item in option_fields(method) for name in names_of(item)}):
+        for name in sorted(_option_names(method)):
             owners.setdefault(name, []).append(method)
     return owners

@@ -1,11 +1,11 @@
 """Settings that are written otherwise elsewhere, or were once: the one place that knows such names.
 
-[`respelled`] brings those that are accepted into today's form; `OTHER_NAMES` are refused with the name used here.
+[`respelled`] brings `FORMER_NAMES` into today's form; `OTHER_NAMES` are refused with the name used here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from typing import Any
 
 from ..errors import SpecConfigError, shown
@@ -40,9 +40,10 @@ _WITHOUT_EFFECT = {
     "disable_padded_drafter_batch": (False, "rows are not padded to each other here"),
     "draft_tensor_parallel_size": (1, "a draft model lies in as many processes as it was loaded into"),
     "prompt_lookup_max_indexed_tokens": (2**20, "the last million tokens of each row are searched"),
+    "max_indexed_tokens": (2**20, "the last million tokens of each row are searched"),
 }
 
-TYPICAL_ACCEPTANCE = (0.09, 0.3)
+TYPICAL_ACCEPTANCE = _EPSILON, _DELTA = (0.09, 0.3)
 SPARSE_KV_WINDOW = (4, 512)
 # Of a past response that `suffix` keeps, on average at most.
 CACHED_TOKENS_PER_REQUEST = 200
@@ -58,7 +59,7 @@ def _taken(flat: Flat, name: str, default: Any = None) -> Any:
 
 def _lengths_up_to(most_rows: Any, flat: Flat) -> Any:
     """Lengths by the number of rows, as they are given, and 0 above so many rows."""
-    given = lengths_by_batch_size(_taken(flat, "num_speculative_tokens_per_batch_size")) or ()
+    given = lengths_by_batch_size(_taken(flat, "num_speculative_tokens_per_batch_size", [(1, None)]))
     return [*((first, length) for first, length in given if first <= most_rows), (most_rows + 1, 0)]
 
 
@@ -67,8 +68,8 @@ def _fewer_requests(num_tokens: Any, flat: Flat) -> Any:
     return min(_taken(flat, "suffix_decoding_max_cached_requests", most), most)
 
 
-def _window(window: Any, flat: Flat) -> Any:
-    return (_taken(flat, "sparse_kv_sinks", SPARSE_KV_WINDOW[0]), window) if is_int(window) else window
+def _window(sinks: Any, flat: Flat) -> Any:
+    return sinks, flat.pop("sparse_kv_window") if is_int(flat.get("sparse_kv_window")) else SPARSE_KV_WINDOW[1]
 
 
 def _alternatives(guesses_ends: Any, flat: Flat) -> Any:
@@ -82,8 +83,9 @@ def _matches(which: Any, flat: Flat) -> Any:
     return given if which == "last" else which
 
 
-def _thresholds(epsilon: Any, flat: Flat) -> Any:
-    return epsilon, _taken(flat, "posterior_alpha", TYPICAL_ACCEPTANCE[1])
+def _thresholds(epsilon: Any, flat: Flat, delta: Any = _DELTA) -> Any:
+    pair = epsilon, _taken(flat, "posterior_alpha", delta)
+    return None if pair == TYPICAL_ACCEPTANCE else pair
 
 
 # Today's name of each, vLLM's among them, and its value by the given one and the other settings.
@@ -91,32 +93,34 @@ _REPLACED: dict[str, tuple[str, Callable[[Any, Flat], Any]]] = {
     "disable_by_batch_size": ("num_speculative_tokens_per_batch_size", _lengths_up_to),
     "draft_min_path_prob": ("draft_confidence_threshold", lambda value, flat: value),
     "grammar_guesses_ends": ("grammar_most_alternatives", _alternatives),
+    "guesses_ends": ("grammar_most_alternatives", _alternatives),
+    "match": ("prompt_lookup_num_matches", _matches),
+    "max_cached_tokens": ("suffix_decoding_max_cached_requests", _fewer_requests),
     "posterior_threshold": ("rejection_sample_options", _thresholds),
-    "posterior_alpha": ("rejection_sample_options", lambda value, flat: (TYPICAL_ACCEPTANCE[0], value)),
+    "posterior_alpha": ("rejection_sample_options", lambda value, flat: _thresholds(_EPSILON, flat, value)),
     "prompt_lookup_match": ("prompt_lookup_num_matches", _matches),
     "same_tokenizer": ("draft_vocabulary", lambda value, flat: "same" if value else None),
-    "sparse_kv_window": ("sparse_kv_window", _window),
-    "sparse_kv_sinks": ("sparse_kv_window", lambda value, flat: (value, SPARSE_KV_WINDOW[1])),
+    "sparse_kv_sinks": ("sparse_kv_window", _window),
     "suffix_decoding_max_cached_tokens": ("suffix_decoding_max_cached_requests", _fewer_requests),
     "synthetic_acceptance_length": ("rejection_sample_options", lambda value, flat: value),
     "synthetic_acceptance_rates": ("rejection_sample_options", lambda value, flat: value),
     "top_k_tokens_per_head": ("draft_tree_top_k", lambda value, flat: value),
 }
+FORMER_NAMES = _WITHOUT_EFFECT.keys() | _REPLACED.keys()
 
 
-def respelled(flat: Flat) -> Flat:
-    """Flat settings by today's names; `None` is the default."""
+def respelled(flat: Flat, former: Set[str]) -> Flat:
+    """Flat settings with `former` names, of [`FORMER_NAMES`], replaced by today's; `None` is the default."""
     flat = dict(flat)
     for name, (neutral, why) in _WITHOUT_EFFECT.items():
-        if _taken(flat, name, neutral) != neutral:
+        if name in former and _taken(flat, name, neutral) != neutral:
             from transformers.utils import logging
 
             logging.get_logger(__name__).warning_once(f"`{name}` changes nothing: {why}.")
     replaced: dict[str, str] = {}
-    for name, (today, value_of) in _REPLACED.items():
-        if name not in flat:
-            continue
-        given = flat.pop(name)
+    # One may have been taken together with another before its turn.
+    for name in (name for name in _REPLACED if name in former & flat.keys()):
+        (today, value_of), given = _REPLACED[name], flat.pop(name)
         try:
             value = None if given is None else value_of(given, flat)
         except TypeError:

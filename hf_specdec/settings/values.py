@@ -1,7 +1,7 @@
 """Settings with several spellings, each brought into the one form that is kept.
 
-Every function takes what a user has written for one setting, returns its value, and leaves `None` as it is. What is
-none of the spellings raises a [`SpecConfigError`] with an example.
+Every function takes what a user has written for one setting, and returns its value. What is none of the spellings
+raises a [`SpecConfigError`] with an example.
 """
 
 from __future__ import annotations
@@ -36,8 +36,6 @@ def torch_name(value: Any) -> Any:
 
 def token_tree(value: Any) -> Any:
     """A static tree as paths of child ranks, as [`~drafts.parse_token_tree`] reads it."""
-    if value is None:
-        return None
     from ..drafts import parse_token_tree
 
     return parse_token_tree(value)
@@ -45,8 +43,6 @@ def token_tree(value: Any) -> Any:
 
 def lengths_by_batch_size(value: Any) -> Any:
     """Pairs of a number of rows and the length from there on, from 1 row on; neighbours differ in length."""
-    if value is None:
-        return None
     entries = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(entries, (list, tuple)) or not entries:
         raise _wrong_lengths(value)
@@ -91,8 +87,6 @@ def _wrong_lengths(value: Any) -> SpecConfigError:
 
 def owners(value: Any) -> Any:
     """Names on the Hub, from a list or a text with commas."""
-    if value is None:
-        return None
     names = value.split(",") if isinstance(value, str) else value
     if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
         raise SpecConfigError(f"`trusted_owners` must be a list of users and organisations, got {shown(value)}.")

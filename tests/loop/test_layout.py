@@ -32,7 +32,7 @@ MOST_LINES = {
     "target": 4928,
     "logits": 1897,
     "drafting": 1538,
-    "candidate_generators": 11753,
+    "candidate_generators": 11752,
     "drafts": 674,
     "checkpoints": 2266,
     "control": 1251,

@@ -3,7 +3,7 @@
 import copy
 import json
 import pickle
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args, get_origin
 
 import numpy as np
@@ -12,7 +12,8 @@ import torch
 from transformers import GPT2Config, LlamaConfig
 from transformers.utils.import_utils import ENV_VARS_TRUE_VALUES
 
-from hf_specdec import environment
+from hf_specdec import environment, register_candidate_generator
+from hf_specdec.candidate_generators import unregister_candidate_generator
 from hf_specdec.errors import SpecConfigError, SpecDecError
 from hf_specdec.hub.published import published_config
 from hf_specdec.hub.trust import sifted
@@ -21,7 +22,7 @@ from hf_specdec.settings import CONFIG_NAME, SpeculativeConfig
 from hf_specdec.settings.checks import Bounds, hints_of, types_of
 from hf_specdec.settings.names import PendingOptions, key_of, option_fields, options_class
 from tests.helpers.levels import full
-from tests.helpers.toy_method import ToyOptions, error_of
+from tests.helpers.toy_method import ToyGenerator, ToyOptions, error_of
 
 
 pytestmark = pytest.mark.usefixtures("toy_method")
@@ -203,6 +204,8 @@ RESPELLED = [
         {RULE: "typical", "posterior_threshold": 0.2, "posterior_alpha": 0.5},
         {RULE: "typical", RULE_OPTIONS: [0.2, 0.5]},
     ),
+    # Their defaults, which go with every rule.
+    ("ngram", {"posterior_threshold": 0.09, "posterior_alpha": 0.3}, {}),
     ("ngram", {RULE: "synthetic", "synthetic_acceptance_length": 2}, {RULE: "synthetic", RULE_OPTIONS: 2.0}),
     ("ngram", {RULE: "synthetic", "synthetic_acceptance_rates": [1]}, {RULE: "synthetic", RULE_OPTIONS: [1]}),
     ("eagle3", {"draft_min_path_prob": 0.1}, {"draft_confidence_threshold": 0.1}),
@@ -215,6 +218,10 @@ RESPELLED = [
     ("sparse_kv", {"sparse_kv_sinks": 2}, {"sparse_kv_window": [2, 512]}),
     ("suffix", {"suffix_decoding_max_cached_tokens": 1000}, {"suffix_decoding_max_cached_requests": 5}),
     ("mlp_speculator", {"top_k_tokens_per_head": [3, 2]}, {"draft_tree_top_k": [3, 2]}),
+    # Names of fields, which have others beside the settings of all methods.
+    ("ngram", {"match": "first", "max_indexed_tokens": 64}, {"prompt_lookup_num_matches": "first"}),
+    ("grammar", {"guesses_ends": False}, {"grammar_most_alternatives": 0}),
+    ("suffix", {"max_cached_tokens": 1000}, {"suffix_decoding_max_cached_requests": 5}),
 ]
 
 
@@ -222,10 +229,44 @@ RESPELLED = [
 def test_former_spellings(method, once, today):
     config = SpeculativeConfig(method, **today)
     assert SpeculativeConfig(method, **once) == config
+    assert SpeculativeConfig(method, options=once) == config
     assert SpeculativeConfig.resolve(method, **once) == config
     assert SpeculativeConfig(method).replace(**once) == config
     # A card may say as much in these as in today's.
     assert sifted({"method": method, **once}, "a card")[0].keys() == sifted({"method": method, **today}, "")[0].keys()
+
+
+@dataclass(frozen=True)
+class OptionsOfFormerNames:
+    same_tokenizer: int = 1
+    sparse_kv_window: int = 1
+
+
+class MethodWithFormerNames(ToyGenerator):
+    options_class = OptionsOfFormerNames
+
+
+@pytest.fixture
+def method_with_former_names():
+    register_candidate_generator("mine", MethodWithFormerNames)
+    yield
+    unregister_candidate_generator("mine")
+
+
+@pytest.mark.usefixtures("method_with_former_names")
+def test_what_a_method_itself_calls_so_is_no_former_spelling():
+    given = {"same_tokenizer": 3, "sparse_kv_window": 5}
+    for config in (
+        SpeculativeConfig("mine", **given),
+        SpeculativeConfig("mine", options=given),
+        SpeculativeConfig("mine").replace(**given),
+        SpeculativeConfig.resolve("mine", **given),
+        SpeculativeConfig(model="org/draft", **given).for_method("mine"),
+    ):
+        assert config.options == OptionsOfFormerNames(3, 5)
+    pending = SpeculativeConfig(model="org/draft", same_tokenizer=True)
+    assert pending.for_method("draft_model").options.draft_vocabulary == "same"
+    assert SpeculativeConfig("suffix+draft_model", same_tokenizer=True).options.draft_vocabulary == "same"
 
 
 # Settings of the toy method, or whatever else is resolved, and what the message has.

@@ -25,7 +25,7 @@ from ...drafts import DraftTree
 from ...errors import SpecConfigError
 from ...protocol import DeviceCommit, Session
 from ...settings import SpeculativeConfig
-from ...settings.checks import Options, draft_sample_method_field, setting
+from ...settings.checks import Options, draft_sample_method_field, is_int, setting
 from ...settings.spellings import SPARSE_KV_WINDOW
 from ...target.graphs import CallGraphs
 from ...target.model import SlotModel
@@ -54,6 +54,7 @@ class SparseKVOptions(Options):
     sparse_kv_window: tuple[int, int] = setting(
         SPARSE_KV_WINDOW,
         "How many of the first and of the last tokens of a text drafts see; a number alone counts the last ones.",
+        normalize=lambda window: (SPARSE_KV_WINDOW[0], window) if is_int(window) else window,
         least=0,
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
@@ -134,9 +135,7 @@ class EarlyExitCandidateGenerator(SelfSpeculation):
 
     @staticmethod
     def own_part(options: EarlyExitOptions, num_layers: int) -> tuple[int | None, ...]:
-        layer = options.early_exit_layer
-        if layer is None:
-            layer = max(num_layers // 4, 1)
+        layer = max(num_layers // 4, 1) if options.early_exit_layer is None else options.early_exit_layer
         if layer >= num_layers:
             raise SpecConfigError(
                 f"`early_exit_layer`={layer} leaves nothing out of a target with {num_layers} layers. Name one from 1 "

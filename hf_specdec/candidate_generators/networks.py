@@ -332,13 +332,13 @@ class AutoregressiveCandidateGenerator(NetworkGenerator):
         return DraftEntries(self.network, num_nodes=self.plan.num_reads, **places)
 
     def take_in(self, state: NetworkState, new: Entries) -> None:
-        state.slots.read(new.tokens, state.slots.states_of(new), new.counts)
+        state.slots.read(new)
 
     def read(self, state: NetworkState, new: Entries, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return state.slots.read_last(new)
+        return state.slots.read(new, predicts=True)
 
     def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
-        hidden, logits = state.slots.read_last(new)
+        hidden, logits = state.slots.read(new, predicts=True)
         return grow(self.plan, state.slots.step, hidden, logits, limits, draw)
 
 

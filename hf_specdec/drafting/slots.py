@@ -24,7 +24,7 @@ from ..modules import kept_for
 from ..protocol import Prompt
 from ..target.attention import takes_trees
 from ..target.cache import SlotCache
-from ..target.masks import FULL, Span, TreeMask, uniform_causal_mask
+from ..target.masks import FULL, Span, TreeMask
 from ..target.store import SlotStore
 from ..transfers import RowNumbers, kept_tensor, upload
 from .growth import pick_nodes
@@ -147,23 +147,17 @@ class DraftEntries(DraftSlots):
 
     # Kept entries
 
-    def read_last(self, new: Entries) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads and keeps new entries; the states `(R, h)` that the last ones hand on, and the logits `(R, U)`."""
-        return self.read(new.tokens, self.states_of(new), new.counts, predicts=True)
+    def read(self, new: Entries, predicts: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+        """Reads new entries, keeps `counts[r]` of them; returns both outputs of the network.
 
-    def states_of(self, new: Entries) -> torch.Tensor:
-        """States `(R, T, h)` as the network takes them: made from the target's, or its own."""
-        return new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
-
-    def read(
-        self, tokens: torch.LongTensor, hidden: torch.Tensor, counts: RowNumbers, predicts: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Reads entries `(R, T)` and `(R, T, h)`, keeps `counts[r]` of them; returns both outputs of the network."""
-        reading, tokens = self.plan_read(tokens.shape[1]), tokens.to(self.device)
+        If it predicts, these are the states `(R, h)` that the last ones hand on, and the logits `(R, U)` after them.
+        """
+        hidden = new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
+        reading, tokens = self.plan_read(new.tokens.shape[1]), new.tokens.to(self.device)
         mask = self.causal_mask(reading)
-        how = {"bound": reading.bound, "counts": counts if predicts else None, "predicts": predicts}
+        how = {"bound": reading.bound, "counts": new.counts if predicts else None, "predicts": predicts}
         outputs = self.network(tokens, hidden, reading.positions, mask, self.cache, **how)
-        self.cache.commit(counts)
+        self.cache.commit(new.counts)
         self.num_read = 0
         return outputs
 
@@ -172,7 +166,11 @@ class DraftEntries(DraftSlots):
         count = reading.slots.shape[1]
         if not (reading.is_uniform and self._sees_all):
             return self._chain_mask(reading.plan, count)
-        return None if count == 1 else uniform_causal_mask(count, reading.plan.columns, self.dtype, self.device)
+        if count == 1:
+            return None
+        mask = torch.zeros((1, 1, count, reading.plan.columns), dtype=self.dtype, device=self.device)
+        mask[..., -count:].fill_(torch.finfo(self.dtype).min).triu_(1)
+        return mask
 
     # Nodes of a draft
 
@@ -181,7 +179,12 @@ class DraftEntries(DraftSlots):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Reads the next level of a draft, see [`~drafting.growth.Step`]; the first one follows the anchor."""
         if not self.num_read:
-            self._begin_draft()
+            self._draft = self.plan_read(self.num_nodes)  # a chain of all nodes
+            self._is_chain = True  # so far
+            self._bits: torch.Tensor | None = None
+            self._mask: torch.Tensor | None = None  # (R, F, columns), of the last level
+            self._depths: tuple[int, ...] = ()  # of the nodes
+            self._depth = 0
         first, count = self.num_read, tokens.shape[1]
         self.num_read += count
         positions = self._draft.positions[:, self._depth : self._depth + 1]
@@ -193,14 +196,6 @@ class DraftEntries(DraftSlots):
         mask = None if sees_all else self._level_mask(first, parents)
         tokens, bound = tokens.to(self.device), self._draft.bound
         return self.network(tokens, hidden, positions, mask, self.cache, bound=bound, predicts=True)
-
-    def _begin_draft(self) -> None:
-        self._draft = self.plan_read(self.num_nodes)  # a chain of all nodes
-        self._is_chain = True  # so far
-        self._bits: torch.Tensor | None = None
-        self._mask: torch.Tensor | None = None  # (R, F, columns), of the last level
-        self._depths: tuple[int, ...] = ()  # of the nodes
-        self._depth = 0
 
     # Masks
 

@@ -93,22 +93,18 @@ class Statistics(Observer):
         self._rows, self._drafter, self._target, self._lookups = rows, drafter, target, drafter.lookups
         self._longest_row = drafter.longest_row
 
-    def see(self, cycle: Cycle) -> None:
-        """Says why rows have no drafts where they are too long for any."""
-        if cycle.is_first:
-            return
-        if max(cycle.rooms) == 0 < self._drafter.num_speculative_tokens:
-            cycle.draft.why_empty = "length_limit"
-        elif self._longest_row is not None and max(cycle.positions) >= self._longest_row[0]:
-            self._drafter.note_longest_row()
-            if min(cycle.positions) >= self._longest_row[0]:
-                cycle.draft.why_empty = "max_model_len"
-
     def tell(self, cycle: Cycle) -> None:
         stats, draft, verdict = self.stats, cycle.draft, cycle.verdict
         if cycle.is_first:  # those of a request count its first token when it begins
             stats.num_committed_tokens += len(cycle.rows)
             return
+        # Where rows are too long for drafts the drafter does not say why they have none.
+        if max(cycle.rooms) == 0 < self._drafter.num_speculative_tokens:
+            draft.why_empty = "length_limit"
+        elif self._longest_row is not None and max(cycle.positions) >= self._longest_row[0]:
+            self._drafter.note_longest_row()
+            if min(cycle.positions) >= self._longest_row[0]:
+                draft.why_empty = "max_model_len"
         nodes = draft.counts()
         counts = zip(nodes, draft.max_depths(), verdict.num_accepted, verdict.counts)
         for number, counts_of_row in zip(cycle.rows, counts):

@@ -194,14 +194,6 @@ class TreeMask:
         return torch.empty(shape, dtype=dtype, device="meta")
 
 
-def uniform_causal_mask(count: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Additive mask `(1, 1, count, columns)` of tokens in the last slots that see all slots up to their own."""
-    mask = torch.zeros((1, 1, count, columns), dtype=dtype, device=device)
-    new_slots = mask[..., columns - count :]
-    new_slots.copy_(torch.full_like(new_slots, torch.finfo(dtype).min).triu_(1))
-    return mask
-
-
 def node_masks(
     topology: TreeTopology,
     rows: RowPlaces,

@@ -40,28 +40,26 @@ def captured_states(
     chunks: dict[int | str, list[torch.Tensor]] = {key: [] for key in keys}
     thread = get_ident()
 
-    def put(key: int | str, module: nn.Module, state: torch.Tensor) -> None:
-        if state.dim() != 3:
-            raise UnsupportedModelError(
-                f"{type(module).__name__} works on states of the shape {list(state.shape)}, where a drafter reads one "
-                "vector for every token. Use a drafter that reads no hidden states, such as spec_method='ngram'."
-            )
-        states[key] = state
-
     def hook(key: int | str, module: nn.Module, enters: bool) -> Any:
-        def on_entering(module: nn.Module, args: tuple[Any, ...], kwargs: Any = None) -> None:
+        def see(module: nn.Module, args: tuple[Any, ...], seen: Any = None) -> None:
             # Torch calls it without keyword arguments in another thread, while this one takes it back.
-            if get_ident() == thread:
-                state = kwargs.get("hidden_states")
-                put(key, module, next(filter(torch.is_tensor, (*args, *kwargs.values()))) if state is None else state)
+            if get_ident() != thread:
+                return
+            if enters:
+                state = seen.get("hidden_states")
+                state = next(filter(torch.is_tensor, (*args, *seen.values()))) if state is None else state
+            else:
+                state = seen if torch.is_tensor(seen) else seen[0]
+            if state.dim() != 3:
+                raise UnsupportedModelError(
+                    f"{type(module).__name__} works on states of the shape {list(state.shape)}, where a drafter reads "
+                    "one vector for every token. Use a drafter that reads no hidden states, such as "
+                    "spec_method='ngram'."
+                )
+            states[key] = state
 
-        def on_leaving(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if get_ident() == thread:
-                put(key, module, output if torch.is_tensor(output) else output[0])
-
-        if enters:
-            return module.register_forward_pre_hook(on_entering, with_kwargs=True)
-        return module.register_forward_hook(on_leaving)
+        # `seen` are its keyword arguments, or its output.
+        return module.register_forward_pre_hook(see, with_kwargs=True) if enters else module.register_forward_hook(see)
 
     def on_end_of_forward(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if get_ident() == thread:

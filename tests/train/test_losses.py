@@ -16,7 +16,7 @@ from hf_specdec.candidate_generators.draft_model.recipe import DraftModelRecipe
 from hf_specdec.candidate_generators.eagle.generator import masked_logits
 from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
-from hf_specdec.drafting.slots import DraftEntries
+from hf_specdec.drafting.slots import DRAFT_STATE, DraftEntries
 from hf_specdec.drafting.state import Entries
 from hf_specdec.training import recipe as frame
 from hf_specdec.training.autoregressive import walk_cycles
@@ -66,7 +66,7 @@ def test_a_step_sees_what_drafting_sees(name, kind):
             found = torch.stack([network.logits(output)[places] for _, output in walked], dim=1)
             torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-5)
             continue
-        outputs = entries.read(tokens[:, 1 : count + 1], states[:, :count], [count, count])
+        outputs = entries.read(Entries(tokens[:, 1 : count + 1], {DRAFT_STATE: states[:, :count]}, [count, count]))
         hidden, output = (part[:, -1:] for part in outputs)
         logits = network.logits(output)
         for step in range(steps):

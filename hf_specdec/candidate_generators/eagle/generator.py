@@ -18,7 +18,7 @@ from ...checkpoints.loading import LOADED_BY, load
 from ...drafting.draw import DepthLimits, Draw
 from ...drafting.growth import DraftNodes, DynamicTree, draft_chain
 from ...drafting.shape import ExtrapolationOptions, draft_shape
-from ...drafting.slots import DraftEntries
+from ...drafting.slots import DRAFT_STATE, DraftEntries
 from ...drafting.state import Entries, NetworkState
 from ...drafts import TokenTree
 from ...errors import SpecConfigError
@@ -101,11 +101,11 @@ def masked_logits(slots: DraftEntries, new: Entries, mask_state: torch.Tensor, c
     """Reads and keeps new entries; logits `(R, count, U)` after the last one of each row and at masks after it."""
     # Masks see all that is before them, and are forgotten; a state was trained in the place of the target's.
     ends = upload(new.counts, slots.device)[:, None]
-    hidden = F.pad(slots.states_of(new), (0, 0, 0, count - 1))
+    hidden = F.pad(slots.network.fuse(new.states), (0, 0, 0, count - 1))
     tokens = F.pad(new.tokens.to(slots.device), (0, count - 1))
     is_mask = torch.arange(tokens.shape[1], device=slots.device) >= ends
     tokens = tokens.masked_fill(is_mask, slots.network.config.mask_token_id)
     hidden = torch.where(is_mask[..., None], mask_state, hidden)
-    _, output = slots.read(tokens, hidden, new.counts)
+    _, output = slots.read(Entries(tokens, {DRAFT_STATE: hidden}, new.counts))
     places = (ends - 1 + torch.arange(count, device=slots.device))[..., None]
     return slots.network.logits(output.gather(1, places.expand(-1, -1, output.shape[2])), slots.cache)

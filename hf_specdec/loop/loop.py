@@ -179,7 +179,7 @@ class DecodingLoop:
 
     def end(self) -> None:
         """Closes the account of a loop that has not failed."""
-        self.observers.read()
+        self.observers.tell()
         if self.ahead is not None:
             self.ahead.forget_verification()
         for observer in self.observers:

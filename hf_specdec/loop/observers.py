@@ -46,9 +46,6 @@ class Observer:
         """Rows leave the batch, of `rows` those at `indices`; those returned keep their slots, behind the others."""
         return []
 
-    def read(self) -> None:
-        """Reads what lies on the device still: rows have ended, or the loop."""
-
     def end(self) -> None:
         """The loop has ended, and not failed."""
 
@@ -77,12 +74,6 @@ class Observers(list[Observer]):
         if cycle is not None:
             for observer in self._told:
                 observer.tell(cycle)
-
-    def read(self) -> None:
-        """Does what was put off, so that everything about the rows is known."""
-        self.tell()
-        for observer in self:
-            observer.read()
 
 
 class Statistics(Observer):

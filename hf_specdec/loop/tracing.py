@@ -69,7 +69,7 @@ class Tracer(Observer):
             else:
                 trace.cycles.append(traced)
 
-    def read(self) -> None:
+    def end(self) -> None:
         """Writes the scores into what was added. Waits for the device, once."""
         if not self._unread:
             return
@@ -82,7 +82,6 @@ class Tracer(Observer):
                 row.draft_scores = opinions[: len(row.draft_tokens)]
                 row.draft_probs = [] if any(map(isnan, sampled)) else sampled
                 row.committed_scores = opinions[num_nodes:][: len(row.committed_tokens)]
-        self._unread = []
 
 
 def token_scores(logits: torch.Tensor, nodes: torch.LongTensor, tokens: torch.LongTensor) -> torch.FloatTensor:

@@ -172,7 +172,7 @@ class Engine:
         """Lets rows leave that have ended, or were cancelled. Not between a draft and its commit."""
         ended = [row for row in loop.rows.groups if row.has_ended]
         if ended:
-            loop.observers.read()
+            loop.observers.tell()
         loop.drop_finished()
         loop.rows.leave(ended)
         self._ended += ended

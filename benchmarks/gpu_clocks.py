@@ -28,6 +28,7 @@ from hf_specdec.candidate_generators.mtp.network import MtpNetwork
 from hf_specdec.logits.rules import StandardRule, SyntheticRule
 from hf_specdec.loop.judging import AllNodes, Verifier
 from hf_specdec.loop.loop import DecodingLoop
+from hf_specdec.loop.observers import Observers
 from hf_specdec.target import graphs
 from hf_specdec.target.graphs import CapturedForward
 from hf_specdec.target.model import SlotModel
@@ -123,7 +124,8 @@ class Parts:
     def attached(self, speculator: Speculator) -> Iterator[Parts]:
         """Times the cycles of the calls with this speculator inside, through the classes and not any object."""
         places = [
-            (DecodingLoop, "commit", "commit"),
+            (Observers, "see", "commit"),
+            (speculator.generator_class, "observe", "commit"),
             (Verifier, "begin", "verify"),
             (AllNodes, "wait", "verify"),
             (speculator.generator_class, "propose", "draft"),
@@ -133,6 +135,7 @@ class Parts:
         ]
         timed = [(kind, name, lambda *_, part=part: part) for kind, name, part in places]
         timed += [(SlotModel, name, self._whose) for name in ("verify", "forward")]
+        timed.append((SlotModel, "commit", lambda slots, *_: "commit" if slots.model is self.target else "network"))
         timed.append((CapturedForward, "replay", self._whose_replay))
         with ExitStack() as stack:
             for kind, name, part_of in timed:

@@ -31,7 +31,6 @@ from .method import (
     built_in_methods,
     drafting_method,
     is_language_model,
-    is_method_name,
     own_layers_method,
     parts_of,
     resolve_candidate_generator,
@@ -82,14 +81,11 @@ def load_speculator(
         raise no_target(target_model)
     # What torch.compile() makes of a model holds it.
     draft_model = getattr(draft_model, "_orig_mod", draft_model)
-    named = config.get("method") if isinstance(config, Mapping) else getattr(config, "method", config)
-    if settings.get("method") not in (None, AUTO):
-        named = settings["method"]
-    elif draft_model is not None and named in (None, AUTO):
-        named = settings["method"] = _method_of(draft_model)
-    # A checkpoint without a method may name another one the next time.
-    is_settled = tokenizers is None and isinstance(named, str) and is_method_name(named)
-    request = as_text(config, settings) if is_settled else None
+    if draft_model is not None and settings.get("method") in (None, AUTO):
+        named = config.get("method") if isinstance(config, Mapping) else getattr(config, "method", config)
+        if named in (None, AUTO):
+            settings["method"] = _method_of(draft_model)
+    request = as_text(config, settings) if tokenizers is None else None
     if request is not None and (known := record_of(target_model).of_request(request, draft_model)) is not None:
         basis, speculator = known
         files = _files(speculator.generator_class, speculator.config, target_model, draft_model)

@@ -400,7 +400,7 @@ class RotaryAngles:
         self._is_static = has_static_frequencies(parameters if layer_type is None else parameters[layer_type])
         # Whether angles have the dtype of what turns, and not float32; `None` where others than kernels know it.
         self._rounds = form_of(embedding, "rotary") if self._is_static and not is_hooked(embedding) else None
-        self._tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
+        self.tables: dict[tuple[torch.dtype, torch.device], tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(
         self, positions: torch.LongTensor | slice, like: torch.Tensor, bound: int | None = None
@@ -419,10 +419,10 @@ class RotaryAngles:
         # A network may be moved or cast between calls.
         place = (like.dtype, like.device)
         # Another thread may put a shorter table in this one's place.
-        table = self._tables.get(place)
+        table = self.tables.get(place)
         if table is None or bound > len(table[0]):
             every = torch.arange(2 * bound, device=like.device)
-            table = self._tables[place] = tuple(values[0] for values in self._angles(like, every[None]))
+            table = self.tables[place] = tuple(values[0] for values in self._angles(like, every[None]))
         return table[0][positions], table[1][positions]
 
     def _angles(self, like: torch.Tensor, positions: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:

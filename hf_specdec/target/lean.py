@@ -154,8 +154,9 @@ class LeanModel(SlotModel):
     def __init__(self, model: torch.nn.Module, cache: SlotCache, states: tuple[int | str, ...] = ()):
         super().__init__(model, cache, states)
         self._stack: LayerStack = cache.plans[LayerStack]
-        self._layers = self._stack.layers
-        self._fits_kernel = self._stack.fits_kernel
+        for angles in self._stack.angles.values():
+            angles.tables.clear()  # frequencies that were written through `.data` leave no trace
+        self._layers, self._fits_kernel = self._stack.layers, self._stack.fits_kernel
         self._reads_prompts_by_kernel = self._fits_kernel and self._has_kernel
         self._has_full_span = all(span == FULL for span in self.profile.spans)
 
@@ -217,8 +218,7 @@ class LeanModel(SlotModel):
                 stream, read = layer.advance(plans[index], stream, read, angles, mask, self.cache, after)
         if last in self.states:
             states[last] = stream
-        if logits_from >= num_nodes:
-            # The states alone are wanted.
+        if logits_from >= num_nodes:  # the states alone are wanted
             return SlotOutput(stream[:, logits_from:], states)
         if "last" in self.states:
             states["last"] = read

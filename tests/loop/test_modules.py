@@ -50,6 +50,17 @@ def test_changes_are_seen(change):
     assert kept_for(other, model) is not kept_with_other
 
 
+def test_frequencies_that_change_without_a_trace_are_read_again():
+    model, prompt = tiny_llama(), torch.arange(2, 22)[None]
+    for _ in range(2):
+        ours, plain = (
+            model.generate(prompt, max_new_tokens=24, do_sample=False, spec_method=method)
+            for method in ("ngram", "off")
+        )
+        assert ours.tolist() == plain.tolist()
+        model.model.rotary_emb.inv_freq.data.mul_(0.5)
+
+
 def test_autocast_is_seen():
     model = tiny_llama()
     kept = kept_for(model)

@@ -99,10 +99,8 @@ def _as_chat(request: Any) -> Any:
     if not isinstance(settings, dict) or "messages" in settings:
         return request
     key = next((key for key in ("prompt", "text") if isinstance(settings.get(key), str)), None)
-    if key is None:
-        return request
     others = {name: value for name, value in settings.items() if name != key}
-    return {**others, "messages": [{"role": "user", "content": settings[key]}]}
+    return request if key is None else {**others, "messages": [{"role": "user", "content": settings[key]}]}
 
 
 def _print_report(report: dict[str, Any], output: Path) -> None:

@@ -350,15 +350,10 @@ def _notes(report: Mapping[str, Any], kinds: list[str]) -> list[str]:
     own = [(row, note) for row in rows for note in row["notes"] if not note.startswith("adaptive length")]
     notes += [f"{_where(row)}: {note}." for row, note in own]
     notes += [_difference(row) for row in rows if row["identical"] is False]
-    return notes + _refusals(report["unavailable"])
-
-
-def _refusals(rows: Iterable[Mapping[str, Any]]) -> list[str]:
-    """A line for each reason, with the ways that have it."""
-    of_reasons: dict[str, list[str]] = defaultdict(list)
-    for row in rows:
-        of_reasons[row["reason"].rstrip(".")].append(row["method"] if row["batch_size"] is None else _where(row))
-    return [f"Not measured: {', '.join(names)}. {reason}." for reason, names in of_reasons.items()]
+    refused: dict[str, list[str]] = defaultdict(list)
+    for row in report["unavailable"]:
+        refused[row["reason"].rstrip(".")].append(row["method"] if row["batch_size"] is None else _where(row))
+    return [*notes, *(f"Not measured: {', '.join(names)}. {reason}." for reason, names in refused.items())]
 
 
 def _where(row: Mapping[str, Any]) -> str:

@@ -12,6 +12,7 @@ from ..arguments import OFF, is_off
 from ..errors import SpecConfigError
 from ..method import COMBINING, is_method_name, methods, takes_model
 from ..reading import parse_json
+from ..settings import SpeculativeConfig, describe_settings
 
 
 if TYPE_CHECKING:
@@ -28,8 +29,11 @@ def read_drafter(
     """A `--drafter`, `-k` and `--set` as settings of `load_speculator`; `packaged`: those of a model's own ones."""
     packaged = packaged or {}
     # A comma may stand in a value.
-    name, *own_pairs = [text] if os.path.exists(text) else re.split(r",(?=\s*\w+\s*=)", text)
-    if name in packaged:
+    is_json = text.startswith("{") or (text.endswith(".json") and os.path.exists(text))
+    name, *own_pairs = [text] if is_json or os.path.exists(text) else re.split(r",(?=\s*\w+\s*=)", text)
+    if is_json:
+        settings = SpeculativeConfig.resolve(text).to_dict(secrets=True)
+    elif name in packaged:
         settings = dict(packaged[name])
     elif not is_method_name(name) and (os.path.exists(name) or ("/" in name and ":" not in name)):
         settings = {"model": name}
@@ -66,8 +70,6 @@ def load_drafter(model: PreTrainedModel, settings: Mapping[str, Any]) -> dict[st
 @cache
 def _texts() -> frozenset[str]:
     """Settings whose value is a text, whatever it looks like: a revision may be a number."""
-    from ..settings import describe_settings
-
     every = [setting for method in (None, *methods()) for setting in describe_settings(method)]
     return frozenset(setting.key for setting in every if setting.type.startswith("str"))
 

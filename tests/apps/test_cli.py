@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 from typer.testing import CliRunner
 
-from hf_specdec import MissingDependencyError, __version__, cli, demo
+from hf_specdec import MissingDependencyError, SpeculativeConfig, __version__, cli, demo
 from hf_specdec.cli import options
 from hf_specdec.cli.drafters import load_drafter, read_drafter
 from hf_specdec.demo import packaged
@@ -106,6 +106,11 @@ def test_drafters_in_all_spellings(tmp_path):
         "num_speculative_tokens": 3,
         "prompt_lookup_max": 5,
     }
+    text = '{"method": "ngram", "num_speculative_tokens": 3}'
+    path = SpeculativeConfig.resolve(text).save_pretrained(tmp_path)
+    for spelling in (text, str(path), str(tmp_path)):
+        config = SpeculativeConfig.resolve(read_drafter(spelling))
+        assert (config.method, config.num_speculative_tokens) == ("ngram", 3)
     # Own pairs come last.
     assert read_drafter("ngram,prompt_lookup_max=2", None, ["prompt_lookup_max=5"])["prompt_lookup_max"] == 2
     assert "local_files_only" not in read_drafter("ngram", offline=True)
@@ -197,6 +202,16 @@ def test_errors_are_one_line(monkeypatch):
         result = invoke("generate", *arguments, code=2)
         assert message in result.stderr
         assert (len(result.stderr.splitlines()), result.stdout) == (1, "")
+    for once, today in (
+        ("verify --target demo", "bench MODEL --check"),
+        ("generate --model demo", "MODEL, the first argument"),
+        ("bench demo --spec=ngram", "-d METHOD:MODEL"),
+        ("train eagle3 demo text.md -o head --cpu", "--device cpu"),
+    ):
+        assert f"any more. Instead: {today}" in invoke(*once.split(), code=2).stderr
+    # Texts, and an option that the command has.
+    assert invoke("generate", "demo", "-n", "1", "-d", "none", "--", "--model").stdout
+    assert invoke("inspect", "--target", "demo", "--offline").stdout
     result = CliRunner().invoke(cli.app, ["generate", "demo", PROMPT, "--debug", "-d", "ngramm"])
     assert isinstance(result.exception, SpecDecError)
     assert "Missing argument" in invoke("serve", code=2).stderr

@@ -328,16 +328,16 @@ class ControlProfile:
             self.drafted = with_call(self.drafted, drafted.rates)
 
 
+@dataclass
 class TrialBudget:
     """Seconds that trials may cost: earned with every cycle, spent by trials that lose, refilled by those that gain.
 
     A trial whose drafter has to read text first is paid for by as many cycles as that takes, so nothing bounds what it
-    may cost beside its share. `saved` is what earlier calls have left; `None` if there were none.
+    may cost beside its share.
     """
 
-    def __init__(self, saved: float | None):
-        self.seconds: float | None = saved
-        self.num_cycles: int = 0  # since the last trial
+    seconds: float | None  # at first what earlier calls have left; `None` if there were none
+    num_cycles: int = 0  # since the last trial
 
     def earn(self, cycle_seconds: float, plain_seconds: float, reading_seconds: float, num_cycles: int = 1) -> None:
         """Adds the share of equal cycles, given the seconds of one without drafts and of reading what is unread."""

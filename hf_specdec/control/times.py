@@ -18,18 +18,19 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection
+from dataclasses import dataclass, field
 from math import isfinite, log
 
 from .constants import FAR, KNOWN, LARGEST_PACE, LAST_MEASUREMENTS
 
 
+@dataclass
 class TimeTable:
     """Seconds by size: of each the lower median of its last measurements, since a first run is often a slow one."""
 
-    def __init__(self):
-        self.sizes: list[int] = []  # those that have been measured, in increasing order
-        self.levels: dict[int, float] = {}
-        self.last: dict[int, deque[float]] = {}  # measurements
+    sizes: list[int] = field(default_factory=list)  # those that have been measured, in increasing order
+    levels: dict[int, float] = field(default_factory=dict)
+    last: dict[int, deque[float]] = field(default_factory=dict)  # measurements
 
     def observe(self, size: int, seconds: float) -> None:
         """Adds a measurement."""
@@ -60,13 +61,12 @@ class TimeTable:
 
     def for_another_call(self) -> TimeTable:
         """A copy in which the sizes are known by few measurements, which newer ones soon outweigh."""
-        table = TimeTable()
-        table.sizes, table.levels = list(self.sizes), dict(self.levels)
-        for size, last in self.last.items():
-            table.last[size] = deque([self.levels[size]] * min(len(last), KNOWN), LAST_MEASUREMENTS)
-        return table
+        known = {size: [self.levels[size]] * min(len(last), KNOWN) for size, last in self.last.items()}
+        last = {size: deque(seconds, LAST_MEASUREMENTS) for size, seconds in known.items()}
+        return TimeTable(list(self.sizes), dict(self.levels), last)
 
 
+@dataclass
 class LatencyModel:
     """Costs of a drafter and a target on one device, learnt from the cycles of generate() calls.
 
@@ -75,24 +75,22 @@ class LatencyModel:
     the prompts, by tokens of all rows together. Times that are no positive numbers are passed over.
     """
 
-    def __init__(self):
-        self.draft: dict[int, TimeTable] = {}
-        self.verify: dict[int, TimeTable] = {}
-        self.reading: TimeTable = TimeTable()
-        self.nodes: dict[int, int] = {}  # of a row's last draft of a depth, before it was cut
-        self.pace: float = 1.0
+    draft: dict[int, TimeTable] = field(default_factory=dict)
+    verify: dict[int, TimeTable] = field(default_factory=dict)
+    reading: TimeTable = field(default_factory=TimeTable)
+    nodes: dict[int, int] = field(default_factory=dict)  # of a row's last draft of a depth, before it was cut
+    pace: float = 1.0
+
+    def __post_init__(self) -> None:
         # The pace begins as if it had been measured: one stall must not set it.
         self._paces: deque[float] = deque([self.pace] * LAST_MEASUREMENTS, LAST_MEASUREMENTS)
 
     def for_another_call(self) -> LatencyModel:
         """A copy whose measurements count little: the call may have another context, and the machine other work."""
-        model = LatencyModel()
-        model.draft = {rows: table.for_another_call() for rows, table in self.draft.items()}
-        model.verify = {rows: table.for_another_call() for rows, table in self.verify.items()}
-        model.reading = self.reading.for_another_call()
-        model.nodes, model.pace = dict(self.nodes), self.pace
-        model._paces.extend([self.pace] * LAST_MEASUREMENTS)
-        return model
+        draft, verify = (
+            {rows: table.for_another_call() for rows, table in tables.items()} for tables in (self.draft, self.verify)
+        )
+        return LatencyModel(draft, verify, self.reading.for_another_call(), dict(self.nodes), self.pace)
 
     @property
     def knows_anything(self) -> bool:

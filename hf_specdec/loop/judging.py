@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -29,7 +30,6 @@ from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
 from ..logits.rules import CapturedJudge, StandardRule
 from ..target.forward import Part
-from ..threads import Recent
 from ..transfers import PackedTables, PendingRead, take_nodes
 from .cycle import Cycle, Pending, Verdict, no_token_error
 from .requests import PendingRequests, by_verifier
@@ -62,20 +62,18 @@ class Judging:
     ):
         self._rows, self._uniforms, self._notes = rows, uniforms, notes
         self._rule: Callable[[bool], StandardRule] = cache(lambda samples: make_rule(uniforms if samples else None))
-        self._shared: Recent[Verifier] = Recent(64)
+        # By what groups have in common; each lives as long as one of them.
+        self._shared: WeakValueDictionary[tuple[Any, ...], Verifier] = WeakValueDictionary()
         self.rule: StandardRule = self._rule(samples)
 
     def enter(self, group: Group, number: int, recorder: StepRecorder | None = None) -> None:
         """Gives a group its verifier, and a row of many requests, under this number, its random numbers."""
         if group.fails_alone:
             self._uniforms.name(number, group.seed, group.seed_row)
-        key = group.samples, group.signature
-        verifier = None if group.signature is None else self._shared.get(key)
-        if verifier is None:
-            verifier = Verifier(group, self._rows, self._rule(group.samples), recorder)
-            if group.signature is not None:
-                self._shared.put(key, verifier)
-        group.verifier = verifier
+        key = None if group.signature is None else (group.samples, group.signature)
+        group.verifier = self._shared.get(key) or Verifier(group, self._rows, self._rule(group.samples), recorder)
+        if key is not None:
+            self._shared[key] = group.verifier
 
     def keep_equal(self, why: str) -> None:
         """Makes the rows of a call advance by the same number of tokens from now on, and says why."""

@@ -28,14 +28,14 @@ MOST_LINES = {
     "diagnosis": 1239,
     "bench": 874,
     "call": 792,
-    "loop": 1704,
+    "loop": 1702,
     "target": 4918,
     "logits": 1897,
     "drafting": 1533,
     "candidate_generators": 11752,
     "drafts": 674,
     "checkpoints": 2266,
-    "control": 1251,
+    "control": 1249,
     "training": 1487,
     "layers": 1510,
     "kernels": 4116,
@@ -48,7 +48,7 @@ MOST_LINES = {
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.
-MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 373, 93
+MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 368, 93
 
 # Of a method, beside the heads of blocks.
 MOST_FILES_OF_A_METHOD, MOST_NAMES_FROM_DRAFTING = 5, 12
@@ -57,7 +57,7 @@ STORY = (
     *("loop/loop.py", "loop/rows.py", "loop/texts.py", "loop/judging.py", "loop/walk.py", "loop/ahead.py"),
     "target/model.py",
 )
-MOST_LINES_OF_THE_STORY = 1448
+MOST_LINES_OF_THE_STORY = 1446
 
 
 def num_lines(path: Path) -> int:

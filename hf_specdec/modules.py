@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter, is_
 from types import NoneType
 from typing import Any
@@ -24,10 +25,12 @@ _DENSE = (nn.Parameter, torch.Tensor)
 _CASTING = tuple(kind for kind in ("cpu", "cuda", "mps", "xpu") if torch.amp.is_autocast_available(kind))
 
 # Tells whether anything runs beside the forwards of all modules.
-has_hooks_of_all = every_module._has_any_global_hook
+has_hooks_of_all: Callable[[], Any] = every_module._has_any_global_hook
 
 # What runs beside the forward of a module, by number.
-hooks_of = attrgetter("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+hooks_of: Callable[[nn.Module], tuple[Any, ...]] = attrgetter(
+    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"
+)
 
 
 class Kept(dict[Any, Any]):

@@ -24,7 +24,8 @@ class Wrapper(CandidateGenerator):
         self.config = config
         self.session = session
         self.options: Any = None if config is None else config.options
-        self.generators, self.readers = generators, readers
+        self.generators: Sequence[CandidateGenerator] = generators
+        self.readers: Sequence[Any] = readers
         last = generators[-1]
         self.num_speculative_tokens: int = max(generator.num_speculative_tokens for generator in generators)
         self.target_hidden_states: tuple[int | str, ...] = last.target_hidden_states

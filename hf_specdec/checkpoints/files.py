@@ -93,7 +93,7 @@ class ReadOfRepositories(Recent[Any]):
         return value
 
 
-read_of_repositories = ReadOfRepositories()
+read_of_repositories: ReadOfRepositories = ReadOfRepositories()
 
 
 def file_identity(path: str | os.PathLike[str] | None) -> tuple[int, int] | None:

@@ -54,8 +54,8 @@ class CheckpointReader:
 
     def __init__(self, header: Header, options: Any = None, target_model: nn.Module | None = None):
         self.header = header
-        # Of a checkpoint that is loaded: the method's own settings, and its target.
-        self.options, self.target_model = options, target_model
+        self.options: Any = options  # the method's own settings, of a checkpoint that is loaded
+        self.target_model: nn.Module | None = target_model
         self.name: str = header.name
         blocks = (header.config.get(key) if key else header.config for key in self.blocks)
         # Where the config may say something; the first that does counts.

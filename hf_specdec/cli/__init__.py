@@ -24,7 +24,7 @@ from .serve import serve_command
 
 __all__ = ["app", "main"]
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     name="hf-specdec",
     cls=Commands,
     help="Speculative decoding for Hugging Face transformers: the same output, faster.",

@@ -186,7 +186,7 @@ def _print_report(report: dict[str, Any]) -> None:
     say(f'  model.generate(**inputs, spec_method="{report["method"]}", spec_model="{report["folder"]}")')
 
 
-app = typer.Typer(help="Train a draft for a target model.", no_args_is_help=True)
+app: typer.Typer = typer.Typer(help="Train a draft for a target model.", no_args_is_help=True)
 # What a sub-command does not know itself, the parser of the training reads.
 _PASSING_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 for _name, _training in trainings().items():

@@ -379,7 +379,8 @@ class Plan:
     ):
         self.rows: list[int] = list(rows)
         num_rows, room = len(rows), left or [1.0] * len(rows)
-        costs = self.costs = [latency.cycle_seconds(depth, num_rows, most_nodes) for depth in range(most + 1)]
+        costs = [latency.cycle_seconds(depth, num_rows, most_nodes) for depth in range(most + 1)]
+        self.costs: list[float] = costs
         # What the drafter must read first is spread over the tokens that are left.
         reading = latency.reading_seconds(num_unread) / sum(left) if left else 0.0
         self.seconds: list[float] = [latency.verify_seconds(1, num_rows)]

@@ -74,7 +74,7 @@ class ProcessorStack:
         self.walks: bool = any(kind not in _POSITION_INDEPENDENT for kind in kinds)
         self.reads_tokens: bool = self.walks or grammar is not None
         # Without unknown ones rows are processed one by one.
-        self.unknown_names = [type(processor).__name__ for processor in processors if not self._is_known(processor)]
+        self.unknown_names: list[str] = [type(one).__name__ for one in processors if not self._is_known(one)]
 
     def _is_grammar(self, processor: Any) -> bool:
         return self.grammar is not None and processor is self.grammar.processor

@@ -50,7 +50,7 @@ class StandardRule:
 
     def __init__(self, uniforms: RowUniforms | None, *settings: Any):
         self.samples: bool = uniforms is not None
-        self.uniforms = uniforms  # those that the rule reads
+        self.uniforms: RowUniforms | None = uniforms  # those that the rule reads
         self.settings = settings
 
     @property

@@ -28,7 +28,7 @@ _MOST_IGNORED = 100
 class _Body(BaseModel):
     """What a client sends; `refused` are names of fields that cannot be honoured, and what to do instead."""
 
-    model_config = ConfigDict(extra="ignore", strict=True)
+    model_config: ClassVar[ConfigDict] = ConfigDict(extra="ignore", strict=True)
     refused: ClassVar[dict[str, str]] = {}
 
     @model_validator(mode="before")

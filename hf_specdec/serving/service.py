@@ -259,7 +259,9 @@ class Reply:
         self._outcome: str | None = None  # "timeout" or "failed", once that is known
         self._is_closed, self._num_prompt_tokens = False, 0
         self.id: str = uuid.uuid4().hex
-        self.answers = [Answer(service, body, self.id, index, self._news) for index in range(body.num_answers)]
+        self.answers: list[Answer] = [
+            Answer(service, body, self.id, index, self._news) for index in range(body.num_answers)
+        ]
         service.num_open += len(self.answers)
 
     async def begin(self) -> None:

@@ -98,9 +98,10 @@ class TargetReader:
     """Reads batches with the frozen target, if a recipe needs any of its states, see [`captured_states`]."""
 
     def __init__(self, target: PreTrainedModel | None, states: tuple[int | str, ...], keeps: bool = False):
-        self.target, self.states, self._keeps = target, states, keeps
-        # Of rows that have an index, if it keeps them: these are not read again.
-        self._kept: dict[int, dict[int | str, torch.Tensor]] = {}
+        self.target: PreTrainedModel | None = target
+        self.states: tuple[int | str, ...] = states
+        self._keeps = keeps
+        self._kept: dict[int, dict[int | str, torch.Tensor]] = {}  # of rows with an index, which are read once
         if states:
             target.requires_grad_(False).eval()
 

@@ -127,7 +127,8 @@ class ByLength(LengthGroupedSampler):
 
     def __init__(self, lengths: list[int], rows_per_step: int, seed: int, epoch: Callable[[], int]):
         super().__init__(rows_per_step, lengths=lengths, generator=torch.Generator())
-        self.seed, self.epoch = seed, epoch
+        self.seed: int = seed
+        self.epoch: Callable[[], int] = epoch
 
     def __iter__(self) -> Iterator[int]:
         self.generator.manual_seed(self.seed + self.epoch())

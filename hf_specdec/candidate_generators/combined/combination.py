@@ -99,10 +99,8 @@ def _combination(methods: tuple[str, ...], parts: tuple[type[CandidateGenerator]
     is_led = len(parts) == 2 and parts[0].leads and parts[1].continues_leads
     if not is_led:
         _check_parts(methods, parts)
-    kind, loaded_by = (
-        LedCandidateGenerator if is_led else CombinedCandidateGenerator,
-        [part.loaded_by for part in parts],
-    )
+    kind = LedCandidateGenerator if is_led else CombinedCandidateGenerator
+    loaded_by = [part.loaded_by for part in parts]
     attributes = {
         "parts": parts,
         "options_class": CombinedOptionsClass(methods, *(part.options_class for part in parts)),

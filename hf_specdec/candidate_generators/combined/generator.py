@@ -116,7 +116,9 @@ class CombinedCandidateGenerator(Combination):
     """Asks one candidate generator that retrieves, and where that pays, a second one."""
 
     def __init__(self, config: SpeculativeConfig, resources: CombinedResources, session: Session):
-        self.retrieval, self.model = parts = self.parts_of_a_call(config, resources, session)
+        parts = self.parts_of_a_call(config, resources, session)
+        self.retrieval: CandidateGenerator = parts[0]
+        self.model: CandidateGenerator = parts[1]
         self._unread = UnreadText(self.model)
         super().__init__(config, session, parts, (self.retrieval, self._unread))
         self.choice: DrafterChoice = DrafterChoice(
@@ -273,7 +275,9 @@ class LedCandidateGenerator(Combination):
     """Asks a method that leads, and another one for what comes after the tokens that the first is sure of."""
 
     def __init__(self, config: SpeculativeConfig, resources: CombinedResources, session: Session):
-        self.leading, self.continuing = parts = self.parts_of_a_call(config, resources, session)
+        parts = self.parts_of_a_call(config, resources, session)
+        self.leading: CandidateGenerator = parts[0]
+        self.continuing: CandidateGenerator = parts[1]
         super().__init__(config, session, parts, parts)
         self._num_drafts = [0, 0]  # to which each part has added something
         self._alone: DraftTree | None = None  # the last draft, if nothing has led

@@ -327,7 +327,7 @@ class DFlashCandidateGenerator(NetworkGenerator):
 def _sizes(config: SpeculativeConfig, network: DFlashNetwork) -> tuple[int, int]:
     """Tokens of a block, and number of those that are drafted."""
     trained, named = network.config.block_size, config.options.dflash_block_size
-    length = config.num_speculative_tokens
+    length = config.fixed_length
     least = trained - network.config.num_drafts(trained) + 1
     if named is not None and not least <= named <= trained:
         raise SpecConfigError(

@@ -157,6 +157,7 @@ class DFlashNetwork(DraftNetwork):
     """A block drafter; embedding and lm_head that it shares are read where the target has them."""
 
     spec_method = "dflash"
+    config: DFlashConfig
 
     def __init__(self, config: DFlashConfig):
         super().__init__(config)

@@ -21,7 +21,7 @@ from torch import nn
 from ....checkpoints.schema import COUNT, INDEX, Key, Tensor
 from .. import DominoTraining
 from ..recipe import Blocks, DFlashRecipe
-from . import BlockHead, CorrectedWalk, HeadConfig, projector
+from . import BlockHead, CorrectedWalk, FormatRow, HeadConfig, Walk, projector
 
 
 if TYPE_CHECKING:
@@ -43,14 +43,14 @@ class DominoConfig(HeadConfig):
     kind = "a Domino draft"
     what = "Domino's corrections"
     architecture = "DominoDraftModel"
-    kinds = ("domino",)
-    marks = ("architectures=.*Domino.*",)
-    keys = (
+    kinds: ClassVar[tuple[str, ...]] = ("domino",)
+    marks: ClassVar[tuple[str, ...]] = ("architectures=.*Domino.*",)
+    keys: ClassVar[tuple[Key, ...]] = (
         Key("gru_hidden_dim", COUNT, size="g"),
         Key("emb_dim", COUNT, size="e"),
         Key("pure_draft_prefix_len", INDEX, 0),
     )
-    table = (
+    table: ClassVar[tuple[Tensor, ...]] = (
         Tensor("prefix_gru.weight_ih_l0", "3g h", kind),
         Tensor("prefix_gru.weight_hh_l0", "3g g", kind),
         Tensor("embed_proj.0.weight", "e *", kind),
@@ -59,8 +59,10 @@ class DominoConfig(HeadConfig):
     names: ClassVar[Mapping[str, str]] = {"prefix_gru.": "prefix_gru.", "embed_proj.": "embed_proj."}
     # Early files have the head around them.
     spellings: ClassVar[Mapping[str, str]] = {"logit_head.": ""}
-    token_tables = ("embed_proj.2.weight",)
-    formats = (("domino", "SpecForge, hf_specdec", (*marks, *projector("domino")), ("prefix_gru.|logit_head.",)),)
+    token_tables: ClassVar[tuple[str, ...]] = ("embed_proj.2.weight",)
+    formats: ClassVar[tuple[FormatRow, ...]] = (
+        ("domino", "SpecForge, hf_specdec", (*marks, *projector("domino")), ("prefix_gru.|logit_head.",)),
+    )
 
     def module(self, config: DFlashConfig) -> DominoHead:
         return DominoHead(config, self)
@@ -91,7 +93,7 @@ class DominoWalk(CorrectedWalk):
 class DominoHead(BlockHead):
     """The corrections; new ones add next to nothing."""
 
-    walk_class = DominoWalk
+    walk_class: ClassVar[type[Walk]] = DominoWalk
 
     def __init__(self, config: DFlashConfig, sizes: DominoConfig):
         super().__init__()

@@ -31,7 +31,7 @@ from ....training.reading import IGNORED, check_plain_head
 from ....training.recipe import sum_over_chunks
 from .. import LiLiCorrTraining
 from ..recipe import Blocks, DFlashRecipe, memory_before
-from . import Block, BlockHead, HeadConfig, Memory, projector
+from . import Block, BlockHead, FormatRow, HeadConfig, Memory, projector
 from .candidates import CandidateWalk, best_tokens_of
 
 
@@ -64,10 +64,10 @@ class LiLiCorrConfig(HeadConfig):
     kind = "a LiLiCorr draft"
     what = "LiLiCorr's lattice"
     architecture = "LiLiCorrDraftModel"
-    kinds = ("lilicorr",)
-    marks = ("architectures=.*LiLiCorr.*",)
-    excludes = ("predicts_next", "has_own_vocabulary")
-    keys = (
+    kinds: ClassVar[tuple[str, ...]] = ("lilicorr",)
+    marks: ClassVar[tuple[str, ...]] = ("architectures=.*LiLiCorr.*",)
+    excludes: ClassVar[tuple[str, ...]] = ("predicts_next", "has_own_vocabulary")
+    keys: ClassVar[tuple[Key, ...]] = (
         Key("lilicorr_hidden_size", COUNT, size="l"),
         Key("lilicorr_candidate_topk", count_up_to(256), size="c"),
         Key("lilicorr_num_layers", COUNT, size="lattice_layer"),
@@ -77,7 +77,7 @@ class LiLiCorrConfig(HeadConfig):
         Key("lilicorr_logit_scale", POSITIVE),
         Key("lilicorr_enabled", FLAG),
     )
-    table = (
+    table: ClassVar[tuple[Tensor, ...]] = (
         Tensor("rank_embedding", "* * * c l", kind),
         Tensor("slot_embedding", "* * p * l", kind),
         Tensor("pass_hidden_proj.weight", "l h", kind),
@@ -87,7 +87,9 @@ class LiLiCorrConfig(HeadConfig):
     )
     notes = "lilicorr_mlp_ratio"
     names: ClassVar[Mapping[str, str]] = {"lilicorr.": ""}
-    formats = (("lilicorr", "ModelOpt, hf_specdec", (*marks, *projector("lilicorr")), ("lilicorr.",)),)
+    formats: ClassVar[tuple[FormatRow, ...]] = (
+        ("lilicorr", "ModelOpt, hf_specdec", (*marks, *projector("lilicorr")), ("lilicorr.",)),
+    )
 
     def module(self, config: DFlashConfig) -> LiLiCorrHead:
         return LiLiCorrHead(config, self)

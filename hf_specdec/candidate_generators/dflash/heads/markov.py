@@ -27,7 +27,7 @@ from torch import nn
 
 from ....checkpoints.schema import FLAG, INDEX, Key, Tensor, keys
 from ....errors import shown
-from . import HEAD, Block, BlockHead, CorrectedWalk, HeadConfig, Walk
+from . import HEAD, Block, BlockHead, CorrectedWalk, FormatRow, HeadConfig, Walk
 
 
 if TYPE_CHECKING:
@@ -53,21 +53,24 @@ class MarkovConfig(HeadConfig):
     takes_steps = False
     kind = "a DSpark draft"
     what = "a Markov head"
-    kinds = ("dspark",)
+    kinds: ClassVar[tuple[str, ...]] = ("dspark",)
     architecture = "Qwen3DSparkModel"
-    marks = ("architectures=.*DSpark.*",)
-    keys = (Key("markov_rank", INDEX, 0), *keys("enable_confidence_head confidence_head_with_markov", FLAG))
+    marks: ClassVar[tuple[str, ...]] = ("architectures=.*DSpark.*",)
+    keys: ClassVar[tuple[Key, ...]] = (
+        Key("markov_rank", INDEX, 0),
+        *keys("enable_confidence_head confidence_head_with_markov", FLAG),
+    )
     notes = "markov_head_type *confidence_head* dspark_target_layer_ids"
     names: ClassVar[Mapping[str, str]] = {"confidence_head.": "confidence_head.", "markov_head.": ""}
     # A head that the config switches off.
     unused = r"block_head\.confidence_head\.proj\..*"
-    table = (
+    table: ClassVar[tuple[Tensor, ...]] = (
         Tensor("markov_w1.weight", "* r", needed=False),
         Tensor("markov_w2.weight", "* r", needed=False),
         Tensor("confidence_head.proj.weight", "* c", needed=False),
     )
-    token_tables = ("markov_w1.weight", "markov_w2.weight")
-    formats = (
+    token_tables: ClassVar[tuple[str, ...]] = ("markov_w1.weight", "markov_w2.weight")
+    formats: ClassVar[tuple[FormatRow, ...]] = (
         ("dspark-speculators", "speculators", ("speculators_model_type=dspark",), ()),
         ("dspark-deepspec", "DeepSpec", ("architectures=Qwen3DSpark.*",), ()),
         ("dspark-specforge", "SpecForge", ("architectures=.*DSpark.*", "dflash_config.projector_type=dspark"), ()),

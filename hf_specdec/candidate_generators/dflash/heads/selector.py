@@ -24,7 +24,7 @@ from ....target_facts import hidden_size
 from ....training.recipe import sum_over_chunks
 from .. import DFlash2Training
 from ..recipe import Blocks, DFlashRecipe
-from . import Block, BlockHead, HeadConfig, Walk
+from . import Block, BlockHead, FormatRow, HeadConfig, Walk
 from .candidates import CandidateWalk, best_tokens_of
 from .denoising import Denoising
 
@@ -57,15 +57,18 @@ class SelectorConfig(HeadConfig):
     kind = "a DFlash 2 draft"
     what = "a candidate selector"
     architecture = "DFlash2DraftModel"
-    kinds = ("dflash2",)
-    marks = ("architectures=.*DFlash2.*",)
-    excludes = ("predicts_next", "has_own_vocabulary")
-    keys = (Key("selector_rank", COUNT, size="s"), Key("selector_top_k", count_up_to(256)))
-    table = (Tensor("(predecessor|successor)_codebook", "* s", kind), Tensor("hidden_projection.weight", "s h", kind))
+    kinds: ClassVar[tuple[str, ...]] = ("dflash2",)
+    marks: ClassVar[tuple[str, ...]] = ("architectures=.*DFlash2.*",)
+    excludes: ClassVar[tuple[str, ...]] = ("predicts_next", "has_own_vocabulary")
+    keys: ClassVar[tuple[Key, ...]] = (Key("selector_rank", COUNT, size="s"), Key("selector_top_k", count_up_to(256)))
+    table: ClassVar[tuple[Tensor, ...]] = (
+        Tensor("(predecessor|successor)_codebook", "* s", kind),
+        Tensor("hidden_projection.weight", "s h", kind),
+    )
     names: ClassVar[Mapping[str, str]] = {"candidate_selector.": ""}
     spellings: ClassVar[Mapping[str, str]] = {f"candidate_selector.{name}.weight": name for name in _CODEBOOKS}
-    token_tables = _CODEBOOKS
-    formats = (
+    token_tables: ClassVar[tuple[str, ...]] = _CODEBOOKS
+    formats: ClassVar[tuple[FormatRow, ...]] = (
         ("dflash2-speculators", "speculators", ("speculators_model_type=dflash2",), _SHOWN),
         ("dflash2", "z-lab, inco, hf_specdec", marks, _SHOWN),
     )

@@ -31,7 +31,7 @@ from ....drafts import TokenTree
 from ....kernels.best import best_tokens
 from ....layers.llama import GatedMLP
 from ....transfers import upload
-from . import BLOCK, BlockHead, HeadConfig, Memory, Walk
+from . import BLOCK, BlockHead, FormatRow, HeadConfig, Memory, Walk
 
 
 if TYPE_CHECKING:
@@ -57,16 +57,16 @@ class XPressConfig(HeadConfig):
     kind = "an XPress draft"
     what = "XPress's refinement"
     architecture = "Qwen3XPressModel"
-    kinds = ("xpress",)
-    marks = ("architectures=.*XPress.*",)
-    excludes = ("predicts_next",)
-    keys = (
+    kinds: ClassVar[tuple[str, ...]] = ("xpress",)
+    marks: ClassVar[tuple[str, ...]] = ("architectures=.*XPress.*",)
+    excludes: ClassVar[tuple[str, ...]] = ("predicts_next",)
+    keys: ClassVar[tuple[Key, ...]] = (
         Key("xpress_block_size block_size", BLOCK, 16, size="b"),
         Key("xpress_num_passes num_jacobi_passes", BLOCK, 6),
         Key("xpress_rank", COUNT, size="x"),
         Key("xpress_mlp_hidden", COUNT, size="i"),
     )
-    table = (
+    table: ClassVar[tuple[Tensor, ...]] = (
         Tensor("w1.weight", "* x", kind),
         Tensor("mix.L", "x b b", kind),
         Tensor("mlp.up_proj.weight", "i x", kind),
@@ -85,8 +85,10 @@ class XPressConfig(HeadConfig):
         "refiner_head.mlp_down.": "mlp.down_proj.",
         "refiner_head.": "",
     }
-    token_tables = ("w1.weight", "w2.weight")
-    formats = (("xpress", "XPress, speculators, hf_specdec", (*marks, "speculators_model_type=xpress"), _SHOWN),)
+    token_tables: ClassVar[tuple[str, ...]] = ("w1.weight", "w2.weight")
+    formats: ClassVar[tuple[FormatRow, ...]] = (
+        ("xpress", "XPress, speculators, hf_specdec", (*marks, "speculators_model_type=xpress"), _SHOWN),
+    )
 
     def module(self, config: DFlashConfig) -> XPressHead:
         return XPressHead(config, self)
@@ -113,7 +115,7 @@ class RefinedWalk(Walk):
 class XPressHead(BlockHead):
     """The network that refines; a new one changes nothing."""
 
-    walk_class = RefinedWalk
+    walk_class: ClassVar[type[Walk]] = RefinedWalk
 
     def __init__(self, config: DFlashConfig, sizes: XPressConfig):
         super().__init__()

@@ -41,7 +41,7 @@ class Commands(TyperGroup):
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise typer.Exit(EXIT_BROKEN_PIPE) from None
         except (SpecDecError, OSError) as error:
-            of_file = isinstance(error, OSError)
+            of_file = not isinstance(error, SpecDecError)
             if ctx.meta.get("debug") or (of_file and error.filename is None):
                 raise
             print_error(f"{error}. Name another path, or correct what may be done there." if of_file else str(error))

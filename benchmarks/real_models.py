@@ -8,7 +8,7 @@ The pair is Qwen2.5-Coder-1.5B-Instruct and 0.5B, which `hf-specdec bench qwen2.
 smollm2` has no draft model. Sides take turns on every prompt. A first call knows nothing of costs and texts; later
 ones (`--calls`) generate the same again without a memory of texts. Times are those of the process, in one thread.
 Ratios are medians over the rounds, beside plain generate(), transformers' fastest way, and this package's loop without
-drafts.
+drafts. Where economize is installed, its prompt lookup and its draft model take part, with greedy decoding.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import argparse
 import itertools
 import json
 import sys
+from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from time import process_time
@@ -45,10 +47,15 @@ STOCK: dict[str, dict[str, Any]] = {
     LOOKUP: {"prompt_lookup_num_tokens": 10},
     ASSISTANT: {},
 }
+# Those of economize, with the most drafts of a cycle: as many as transformers' lookup has, and its own default.
+PEERS = {"economize's prompt lookup": 10, "economize's draft model": 3} if find_spec("economize") else {}
+ONE_ROW = (LOOKUP, ASSISTANT, *PEERS)
 
 
 def fresh(side: str, target: PreTrainedModel, draft: PreTrainedModel | None) -> dict[str, Any]:
     """Arguments of `generate()` of a side that knows nothing yet, not even the texts of the sides before it."""
+    if side in PEERS:
+        return {}
     if side in STOCK:
         assistant = {"assistant_model": draft} if side == ASSISTANT else {}
         return {"spec_method": "off", **STOCK[side], **assistant}
@@ -57,25 +64,55 @@ def fresh(side: str, target: PreTrainedModel, draft: PreTrainedModel | None) -> 
     return {"assistant": load_speculator(target, side, **with_draft)}
 
 
-def timed_call(target: PreTrainedModel, batch: Batch, arguments: dict[str, Any], seed: int) -> dict[str, Any]:
+def generate_of(side: str, target: PreTrainedModel, draft_folder: Path | None) -> Callable[..., torch.Tensor]:
+    """`generate()` of a side. That of economize 0.3.2 does not know transformers 5.24; its `decode()` runs."""
+    if side not in PEERS:
+        return target.generate
+    import economize
+    from economize.techniques.draft_model import DraftModelConfig
+    from economize.techniques.lookup import LookupConfig
+
+    model = economize.apply(target, DraftModelConfig(str(draft_folder)) if "draft" in side else LookupConfig())
+    settings = economize.DecodeConfig(cycle_length=PEERS[side] + 1)
+
+    def generate(
+        input_ids: torch.Tensor, attention_mask: torch.Tensor, do_sample: bool, max_new_tokens: int
+    ) -> torch.Tensor:
+        """Takes one row without padding, and decodes greedily."""
+        ends = target.generation_config.eos_token_id
+        new = model.decode(input_ids[0], max_new_tokens, decoding=settings, stop=ends).tokens
+        return torch.cat((input_ids, new[None]), dim=1)
+
+    return generate
+
+
+def timed_call(
+    generate: Callable[..., torch.Tensor], batch: Batch, arguments: dict[str, Any], pad: int | None, seed: int
+) -> dict[str, Any]:
     torch.manual_seed(seed)
     began = process_time()
     with record() as recorded:
-        texts = target.generate(**batch.inputs, **arguments, max_new_tokens=batch.max_new_tokens)
+        texts = generate(**batch.inputs, **arguments, max_new_tokens=batch.max_new_tokens)
     seconds = process_time() - began
     new = texts[:, batch.inputs["input_ids"].shape[1] :]
     # What transformers' own ways accept is not known.
     tokens_per_cycle = recorded.calls[0].stats.mean_acceptance_length if recorded.calls else None
-    tokens = int((new != target.generation_config.pad_token_id).sum())
+    tokens = int((new != pad).sum())
     return {"seconds": seconds, "tokens": tokens, "cycle": tokens_per_cycle, "text": new.tolist()}
 
 
 def measure(
-    target: PreTrainedModel, draft: PreTrainedModel | None, batch: Batch, size: int, sample: bool, asked: Any
+    target: PreTrainedModel,
+    draft: PreTrainedModel | None,
+    generates: dict[str, Callable[..., torch.Tensor]],
+    batch: Batch,
+    size: int,
+    sample: bool,
+    asked: Any,
 ) -> list[dict[str, Any]]:
     """Rows of one batch: of each side in the first call and in later ones."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    runs = [side for side in asked.sides if size == 1 or side not in (LOOKUP, ASSISTANT)]
+    runs = [side for side in asked.sides if (size == 1 or side not in ONE_ROW) and not (sample and side in PEERS)]
     arguments: dict[str, dict[str, Any]] = {}
     for number in range(asked.rounds):
         turn = number % len(runs)
@@ -83,9 +120,10 @@ def measure(
             for side in [*runs, *runs][turn : turn + len(runs)]:
                 if not index:
                     arguments[side] = fresh(side, target, draft)
-                elif side not in STOCK:
+                elif side not in (*STOCK, *PEERS):
                     arguments[side] = {"assistant": arguments[side]["assistant"].without_texts(target)}
-                call = timed_call(target, batch, {"do_sample": sample, **arguments[side]}, number)
+                pad = target.generation_config.pad_token_id
+                call = timed_call(generates[side], batch, {"do_sample": sample, **arguments[side]}, pad, number)
                 found.setdefault(("later" if index else "first", side), []).append(call)
     rows = []
     for (which, side), calls in found.items():
@@ -106,7 +144,7 @@ def measure(
                 "call": which,
                 "side": side,
                 "ms_per_token": 1000 * median(own),
-                "tokens_per_cycle": None if side in STOCK else median(call["cycle"] for call in calls),
+                "tokens_per_cycle": None if side in (*STOCK, *PEERS) else median(call["cycle"] for call in calls),
                 **ratios,
                 "same_texts": None if sample else f"{sum(same)} of {len(same)}",
             }
@@ -163,7 +201,8 @@ def main() -> None:
     asked = parser.parse_args()
     place = MODELS[asked.model]
     stock = [side for side in STOCK if place.draft or side != ASSISTANT]
-    asked.sides = asked.sides or [*stock, NONE, *place.settings()]
+    peers = [side for side in PEERS if place.draft or "draft" not in side]
+    asked.sides = asked.sides or [*stock, *peers, NONE, *place.settings()]
     torch.set_num_threads(1)
     tokenizer = place.load_tokenizer()
     tokenizer.padding_side = "left"
@@ -174,9 +213,11 @@ def main() -> None:
         dtype = getattr(torch, name)
         target = place.load_target(dtype)
         draft = loaded_model(str(place.draft.folder), dtype) if place.draft else None
+        folder = place.draft.folder if place.draft else None
+        generates = {side: generate_of(side, target, folder) for side in asked.sides}
         for size, decoding in itertools.product(asked.batch_sizes, asked.decoding):
             for batch in make_batches(tokenizer, prompts, size, fill=True, add_special_tokens=False):
-                found = measure(target, draft, batch, size, decoding == "sampled", asked)
+                found = measure(target, draft, generates, batch, size, decoding == "sampled", asked)
                 rows += [{"dtype": name, **row} for row in found]
                 show(rows[-len(found) :])
                 if asked.json is not None:
@@ -187,7 +228,7 @@ def main() -> None:
                     }
                     asked.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         # The next pair may not fit beside this one.
-        del target, draft
+        del target, draft, generates
         forget_speculators()
     if asked.chart is not None:
         draw(rows, asked.chart)

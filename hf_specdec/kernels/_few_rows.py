@@ -246,27 +246,37 @@ def _all_rows(x, w, b, y, sizes, rows, output, stop):
         _one(x, w, b, y, sizes, row, output, stop)
 
 
-@numba.njit
-def _product(job, kind):
-    """Takes chunks of outputs until none are left, as other threads do meanwhile."""
-    x, rows, inputs, y_stride, chunk, end = pointer(job[0], FLOAT32), job[1], job[2], job[3], job[4], job[5]
-    taken = take(job, NEXT)
-    while taken < end:
-        matrix, first = NUM_FIELDS, 0
-        while taken >= job[matrix + LAST_CHUNK]:
-            first = job[matrix + LAST_CHUNK]
-            matrix += NUM_MATRIX_FIELDS
-        w, b, y = pointer(job[matrix], kind), pointer(job[matrix + 1], kind), pointer(job[matrix + 2], kind)
-        w_stride, b_stride, outputs = job[matrix + 3], job[matrix + 4], job[matrix + 5]
-        sizes = inputs, outputs, w_stride, b_stride, y_stride
-        output = (taken - first) * chunk
-        stop = min(output + chunk, outputs)
-        # Where one tile has all rows it goes on; else all rows go over the same weights while they are in the cache.
-        step = chunk if rows <= ROWS else OUTPUTS
-        while output < stop:
-            _all_rows(x, w, b, y, sizes, rows, output, min(output + step, stop))
-            output += step
+def taking(all_rows, num_outputs, num_rows):
+    """Compiles what takes chunks of outputs until none are left, as other threads do meanwhile.
+
+    `all_rows` multiplies all rows with some outputs: any number of them where there are at most `num_rows` rows, else
+    `num_outputs`, so that all rows go over the same weights while they are in the cache.
+    """
+
+    @numba.njit
+    def product(job, x_kind, kind):
+        x, rows, inputs, y_stride, chunk, end = pointer(job[0], x_kind), job[1], job[2], job[3], job[4], job[5]
         taken = take(job, NEXT)
+        while taken < end:
+            matrix, first = NUM_FIELDS, 0
+            while taken >= job[matrix + LAST_CHUNK]:
+                first = job[matrix + LAST_CHUNK]
+                matrix += NUM_MATRIX_FIELDS
+            w, b, y = pointer(job[matrix], kind), pointer(job[matrix + 1], kind), pointer(job[matrix + 2], kind)
+            w_stride, b_stride, outputs = job[matrix + 3], job[matrix + 4], job[matrix + 5]
+            sizes = inputs, outputs, w_stride, b_stride, y_stride
+            output = (taken - first) * chunk
+            stop = min(output + chunk, outputs)
+            step = chunk if rows <= num_rows else num_outputs
+            while output < stop:
+                all_rows(x, w, b, y, sizes, rows, output, min(output + step, stop))
+                output += step
+            taken = take(job, NEXT)
+
+    return product
+
+
+_product = taking(_all_rows, OUTPUTS, ROWS)
 
 
 def entry(dtype: torch.dtype) -> Any:
@@ -274,11 +284,16 @@ def entry(dtype: torch.dtype) -> Any:
     kind = KINDS[dtype]
 
     def product(job):
-        _product(job, kind)
+        _product(job, FLOAT32, kind)
 
+    return compiled_entry(product, str(dtype).removeprefix("torch."))
+
+
+def compiled_entry(product: Any, name: str, *files: str) -> Any:
+    """A function of a job's address, compiled or loaded; `files` have code of it beside this one."""
     # The name tells all that the code depends on. Numba's own index may be ahead of the code, and of several that
     # are written at once the last one stays.
-    key = Path(__file__).read_bytes() + repr((numba.__version__, TARGET)).encode()
-    product.__qualname__ = f"{str(dtype).removeprefix('torch.')}_{hashlib.sha256(key).hexdigest()[:16]}"
+    key = b"".join(Path(file).read_bytes() for file in (__file__, *files)) + repr((numba.__version__, TARGET)).encode()
+    product.__qualname__ = f"{name}_{hashlib.sha256(key).hexdigest()[:16]}"
     compiled = kept_on_disk(partial(numba.cfunc, types.void(types.CPointer(types.int64))), product)
     return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(compiled.address)

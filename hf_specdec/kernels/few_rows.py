@@ -2,8 +2,8 @@
 
 Reading the weights takes most of the time of such a product, however many rows there are; torch's own takes two to
 four times as long over 4 or 8 rows as over one, and longer with weights of 16 bits. Here the weights are read once;
-sums are in float32, and are rounded once, with the bias in them. Numba compiles the kernel (`_few_rows`) once for each
-dtype, when it is first needed, and keeps it on disk.
+sums are in float32, and are rounded once, with the bias in them. Numba compiles the kernel (`_few_rows`, or `_amx` for
+bfloat16 where the processor has AMX) once for each dtype, when it is first needed, and keeps it on disk.
 
 Shapes: R rows, I inputs, O outputs.
 """
@@ -32,8 +32,8 @@ _CHUNK_BYTES = 1 << 16
 # Whatever the default device is.
 _NO_BIAS = torch.zeros(1, device="cpu")
 
-# Entries and outputs of their tiles, by dtype.
-_kernels: dict[torch.dtype, tuple[Any, int]] = {}
+# Entries and outputs of their tiles, by dtype; `None` for that of AMX.
+_kernels: dict[torch.dtype | None, tuple[Any, int]] = {}
 _compiling = Lock()
 
 if hasattr(os, "register_at_fork"):
@@ -60,11 +60,30 @@ def _module() -> ModuleType | None:
     return _few_rows
 
 
-def _kernel(dtype: torch.dtype) -> tuple[Any, int]:
+@cache
+def _amx() -> ModuleType | None:
+    """The module of the kernel that uses AMX; `None` where the processor has none."""
+    try:
+        from . import _amx
+    except ImportError:
+        return None
+    return _amx
+
+
+def _kernel(dtype: torch.dtype | None) -> tuple[Any, int]:
     with _compiling:
         if dtype not in _kernels:
-            _kernels[dtype] = _module().entry(dtype), _module().OUTPUTS
+            module = _amx() if dtype is None else _module()
+            _kernels[dtype] = module.entry(dtype), module.OUTPUTS
         return _kernels[dtype]
+
+
+def fits_tiles(matrices: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> bool:
+    """Tells whether the kernel that uses AMX multiplies with these matrices, which `takes` has found to fit."""
+    weight, amx = matrices[0][0], _amx()
+    if weight.dtype != torch.bfloat16 or amx is None or weight.shape[1] % amx.DEPTH:
+        return False
+    return all([len(weight) >= amx.SIZE for weight, _ in matrices])
 
 
 def takes_weight(weight: torch.Tensor) -> bool:
@@ -97,15 +116,19 @@ def takes(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor |
     return True
 
 
-def linears(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> torch.Tensor:
-    """Products `(..., sum of all O)` with matrices of one dtype, side by side; the arguments are those of `takes`."""
+def linears(
+    x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tensor | None]], in_tiles: bool = False
+) -> torch.Tensor:
+    """Products `(..., sum of all O)` with matrices of one dtype, side by side; the arguments are those of `takes`.
+
+    `in_tiles` takes the kernel that uses AMX, for matrices that `fits_tiles` has found to fit.
+    """
     first = matrices[0][0]
     inputs, size = first.shape[1], first.element_size()
     rows = x.numel() // inputs
-    read = x.float()
-    if not read.is_contiguous():
-        read = read.contiguous()
-    kernel, tile_outputs = _kernels.get(first.dtype) or _kernel(first.dtype)
+    read = _amx().packed(x) if in_tiles else x.float().contiguous()
+    kind = None if in_tiles else first.dtype
+    kernel, tile_outputs = _kernels.get(kind) or _kernel(kind)
     result = x.new_empty((*x.shape[:-1], sum([weight.shape[0] for weight, _ in matrices])))
     chunk = max(_CHUNK_BYTES // (inputs * size * tile_outputs), 1) * tile_outputs
     chunks, written, parts = 0, result.data_ptr(), []

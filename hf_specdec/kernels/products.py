@@ -23,7 +23,7 @@ from ..machine import is_intel, multiplies
 from ..target_facts import computing_device
 from ..threads import Lock, OwnForwards, is_of_class
 from ._triton import CHOICE, DTYPES
-from .few_rows import linears, takes, takes_weight
+from .few_rows import fits_tiles, linears, takes, takes_weight
 
 
 # Whether other ways than torch's are taken. The environment variable HF_SPECDEC_KERNELS=torch leaves all to torch.
@@ -43,6 +43,7 @@ class Rule(NamedTuple):
     """Which products go another way than torch's."""
 
     rows: range  # of x, that the kernel multiplies
+    tiled: range = range(0)  # of those, and of others, that it multiplies in tiles where the processor has AMX
     widens: bool = False  # more rows go through widened weights
     least: int = 1  # how many times LEAST_BYTES matrices must have that are multiplied together
 
@@ -57,6 +58,7 @@ def rule_of(dtype: torch.dtype) -> Rule:
                     over 32, and more for matrices of less than 2 MB
         bfloat16    EPYC 0.5 over one row, 0.7 over 8, 0.9 over 12; Xeon 0.6 over one row, 0.95 over 5, 1.2 over 8
         float16     Xeon 0.7 over one row, 0.6 over 8, 0.95 over 32
+        in tiles    Xeon (1.5B) 0.75 over one row, 0.75 over 4, 0.7 over 16, 0.85 over 32, 0.9 over 48, 1.2 over 64
 
     Beside widened weights the kernel is the faster one up to 128 rows.
     """
@@ -65,7 +67,7 @@ def rule_of(dtype: torch.dtype) -> Rule:
     if multiplies(dtype) is False:
         return Rule(range(1, 129), widens=True)
     if dtype == torch.bfloat16:
-        return Rule(range(1, 6 if is_intel() else 9))
+        return Rule(range(1, 6 if is_intel() else 9), range(5, 49))
     return Rule(range(1, 33))
 
 
@@ -78,8 +80,9 @@ def products(x: torch.Tensor, matrices: Sequence[tuple[torch.Tensor, torch.Tenso
     """Products of the same rows with several matrices, in one call of the kernel where it takes them."""
     if are_large([weight for weight, _ in matrices]) and takes(x, matrices):
         rows, rule = x.numel() // x.shape[-1], rule_of(x.dtype)
-        if rows in rule.rows:
-            joined = linears(x, matrices)
+        in_tiles = rows in rule.tiled and fits_tiles(matrices)
+        if in_tiles or rows in rule.rows:
+            joined = linears(x, matrices, in_tiles)
             if len(matrices) == 1:
                 return [joined]
             return joined.split_with_sizes([len(weight) for weight, _ in matrices], -1)

@@ -24,8 +24,8 @@ def takes(x, weight, bias=None):
     return few_rows.takes(x, [(weight, bias)])
 
 
-def linear(x, weight, bias=None):
-    return linears(x, [(weight, bias)])
+def linear(x, weight, bias=None, in_tiles=False):
+    return linears(x, [(weight, bias)], in_tiles)
 
 
 def random(*shape, dtype, seed):
@@ -70,6 +70,51 @@ def test_large_matrices_side_by_side(threads):
                 assert_rounded(part, x, weight, bias)
     finally:
         torch.set_num_threads(before)
+
+
+@given(
+    rows=st.integers(1, 70),
+    depth=st.integers(1, 9),
+    outputs=st.integers(16, 100),
+    more=st.integers(16, 40),
+    has_bias=st.booleans(),
+    threads=st.integers(1, 2),
+    seed=st.integers(0, 99),
+)
+def test_any_product_in_tiles(rows, depth, outputs, more, has_bias, threads, seed):
+    """With AMX, whose tiles torch uses, too: neither disturbs the other."""
+    dtype, inputs = torch.bfloat16, 32 * depth
+    x, weight = random(rows, inputs, dtype=dtype, seed=seed), random(outputs, inputs + 7, dtype=dtype, seed=seed + 1)
+    weight, other = weight[:, 3 : 3 + inputs], random(more, inputs, dtype=dtype, seed=seed + 3)
+    bias = random(outputs, dtype=dtype, seed=seed + 2) if has_bias else None
+    if not few_rows.fits_tiles([(weight, bias), (other, None)]):
+        pytest.skip("needs a processor with AMX")
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        expected = F.linear(x, other)
+        for _ in range(2):
+            first, second = linears(x, [(weight, bias), (other, None)], in_tiles=True).split([outputs, more], dim=-1)
+            assert_rounded(first, x, weight, bias)
+            assert_rounded(second, x, other, None)
+            assert torch.equal(F.linear(x, other), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_what_does_not_fit_tiles():
+    weight = torch.ones(16, 32).bfloat16()
+    for left in (weight.float(), weight[:, :31], weight[:, :16], weight[:15]):
+        assert not few_rows.fits_tiles([(left, None)])
+    assert not few_rows.fits_tiles([(weight, None), (weight[:15], None)])
+    # A row does not see others, of which some are not numbers, and numbers that are none stay none.
+    if few_rows.fits_tiles([(weight, None)]):
+        x = torch.ones(7, 32).bfloat16()
+        x[2, 5], x[4, 31] = torch.nan, torch.inf
+        found = linear(x, weight, in_tiles=True)
+        assert found[2].isnan().all()
+        assert found[4].isposinf().all()
+        assert (found[[0, 1, 3, 5, 6]] == 32).all()
 
 
 def test_strides_shapes_and_numbers_that_are_none():

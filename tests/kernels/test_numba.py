@@ -87,7 +87,7 @@ for _ in range(2):
 
 
 @slow
-@pytest.mark.parametrize(("lanes", "missing"), [(4, ("avx", "fma", "f16c")), (8, ("avx512", "avx10"))])
+@pytest.mark.parametrize(("lanes", "missing"), [(4, ("avx", "fma", "f16c", "amx")), (8, ("avx512", "avx10"))])
 def test_vectors_of_the_width_that_numba_compiles_for(lanes, missing):
     features = llvm.get_host_cpu_features()
     if not features.get({8: "avx512f", 4: "avx2"}[lanes]):
@@ -98,6 +98,8 @@ from hf_specdec.kernels import _few_rows
 for dtype in (torch.float32, torch.bfloat16):
     for rows in range(1, 7):
         check(dtype, rows)
+matrix = torch.ones(16, 32).bfloat16()
+assert _few_rows.LANES > 4 or not few_rows.fits_tiles([(matrix, None)])
 print(_few_rows.LANES)
 """
     assert output_of(start(PRODUCTS + code, NUMBA_CPU_FEATURES=",".join(flattened)))[0] == f"{lanes}\n"

@@ -26,7 +26,7 @@ def rule(monkeypatch):
     """The kernel multiplies two to four rows; more go through widened weights, if there are any."""
     monkeypatch.setattr(products, "is_used", True)
     monkeypatch.setattr(products, "LEAST_BYTES", 1000)
-    monkeypatch.setattr(products, "rule_of", lambda dtype: Rule(range(2, 5), dtype != torch.float32))
+    monkeypatch.setattr(products, "rule_of", lambda dtype: Rule(range(2, 5), widens=dtype != torch.float32))
     monkeypatch.setattr(products, "_own_forwards", type(products._own_forwards)())
 
 
@@ -93,6 +93,18 @@ def test_every_way_computes_what_the_rule_says(rows_of_ways):
     products.is_used = False
     product(x, layer.weight)
     assert by_kernel == [2, 4, 2, 4]
+
+
+def test_tiles_where_the_processor_has_them(monkeypatch):
+    """More rows than the other kernel multiplies, for matrices that fit."""
+    calls = []
+    monkeypatch.setattr(products, "rule_of", lambda dtype: Rule(range(1, 3), range(3, 9)))
+    monkeypatch.setattr(products, "linears", lambda x, matrices, in_tiles: calls.append((len(x), in_tiles)) or x)
+    monkeypatch.setattr(products, "fits_tiles", lambda matrices: len(matrices[0][0]) >= 16)
+    for rows in (2, 3, 8, 9):
+        for outputs in (15, 16):
+            product(torch.ones(rows, 64), torch.ones(outputs, 64))
+    assert calls == [(2, False), (2, False), (3, True), (8, True)]
 
 
 def test_widened_weights(monkeypatch):

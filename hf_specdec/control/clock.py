@@ -28,12 +28,6 @@ _FINE = 1e-4
 _Mark = tuple[float, torch.cuda.Event | None]
 
 
-def clock_of(device: torch.device) -> Callable[[], float]:
-    """The clock by which cycles on this device are compared."""
-    counts_work = device.type == "cpu" and torch.get_num_threads() == 1
-    return thread_time if counts_work and get_clock_info("thread_time").resolution < _FINE else perf_counter
-
-
 @dataclass
 class CycleTimes:
     """Seconds of a cycle. They are no numbers (NaN) where a CUDA graph was captured, which no other cycle pays for."""
@@ -47,60 +41,65 @@ class CycleClock:
     """Times one cycle after the other: `begin`, then a `mark` after reading, if there was any, and after the draft."""
 
     def __init__(self, device: torch.device):
-        self.now: Callable[[], float] = clock_of(device)
+        counts_work = device.type == "cpu" and torch.get_num_threads() == 1
+        is_fine = get_clock_info("thread_time").resolution < _FINE
+        self.now: Callable[[], float] = thread_time if counts_work and is_fine else perf_counter
         self._device = device
         self._marks: list[_Mark] = []
         self._num_captures: float = 0
         # What ran ahead: the draft of this cycle, and that of the next one.
-        self._ahead: tuple[_Mark, _Mark] | None = None
-        self._next_ahead: tuple[_Mark, _Mark] | None = None
+        self._ahead: list[_Mark] = []
+        self._next_ahead: list[_Mark] = []
         self._captures_ahead = False
 
     def begin(self) -> None:
         # No number of captures equals NaN.
         self._num_captures = nan if self._captures_ahead else CallGraphs.all_captures
         self._captures_ahead = False
-        self._ahead, self._next_ahead = self._next_ahead, None
-        self._marks = [self._now()]
+        self._ahead, self._next_ahead, self._marks = self._next_ahead, [], []
+        self.mark()
 
-    def mark(self) -> None:
-        self._marks.append(self._now())
-
-    def _now(self) -> _Mark:
+    def mark(self, marks: list[_Mark] | None = None) -> None:
+        """Adds a mark, to those of this cycle if nothing else is said."""
         event = None
         if self._device.type == "cuda":
             event = torch.cuda.Event(enable_timing=True)
             event.record(torch.cuda.current_stream(self._device))
-        return self.now(), event
+        (self._marks if marks is None else marks).append((self.now(), event))
 
     @contextmanager
     def ahead(self) -> Iterator[None]:
         """Times what is drafted inside of the block for the next cycle."""
-        began, num_captures = self._now(), CallGraphs.all_captures
+        num_captures, self._next_ahead = CallGraphs.all_captures, []
+        self.mark(self._next_ahead)
         yield
-        self._next_ahead = began, self._now()
+        self.mark(self._next_ahead)
         self._captures_ahead = num_captures != CallGraphs.all_captures
 
     def end(self) -> CycleTimes:
         """The times since `begin`."""
-        parts = [_seconds(*marks) for marks in pairwise(self._marks)]
+        parts = _seconds_between(self._marks)
         rest = self.now() - self._marks[0][0] - sum(parts)
         has_device = self._device.type == "cuda"
-        if self._ahead is not None:
-            ahead = _seconds(*self._ahead)
+        if self._ahead:
+            (ahead,) = _seconds_between(self._ahead)
             rest -= has_device * ahead  # the device has drafted after the mark, the host before it
             if parts:
                 parts[-1] += ahead
-        if self._next_ahead is not None and not has_device:
+        if self._next_ahead and not has_device:
             # A device verifies while the host launches the next draft.
-            rest -= _seconds(*self._next_ahead)
+            rest -= sum(_seconds_between(self._next_ahead))
         if self._num_captures != CallGraphs.all_captures:
             return CycleTimes(nan, *[nan] * len(parts))
         return CycleTimes(max(rest, 0.0), *reversed(parts))
 
 
-def _seconds(first: _Mark, second: _Mark) -> float:
+def _seconds_between(marks: list[_Mark]) -> list[float]:
     """From one mark to the next: on the device, if it has got there."""
-    if first[1] is not None and first[1].query() and second[1].query():
-        return first[1].elapsed_time(second[1]) / 1000
-    return second[0] - first[0]
+    seconds = []
+    for (began, first), (ended, last) in pairwise(marks):
+        if first is not None and last is not None and first.query() and last.query():
+            seconds.append(first.elapsed_time(last) / 1000)
+        else:
+            seconds.append(ended - began)
+    return seconds

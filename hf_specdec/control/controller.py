@@ -109,7 +109,7 @@ class SpeculationController:
             # twice, since the first run of a size is often a slow one, unless it is clearly slower.
             self.usual = first_length(self.usual, draft_cost)
             self._first_cycles = [self.usual, 0, self.usual, 0] if self.usual else [0, 1, 0]
-        self._budget = TrialBudget(None if is_first_call else self.profile.budget)
+        self._budget = TrialBudget(self.profile.budget, is_first_call)
         self._chosen: deque[Choice] = deque()  # of cycles to be observed
         self._follow_up: int | None = None  # a trial that has just paid
         self._last_used = [0] * (most + 1)
@@ -124,8 +124,22 @@ class SpeculationController:
         """
         if self._most_tokens is not None:
             self._cap = min(self._most_tokens(len(rows)), self.most)
-        choice = self._choose(rows, num_unread, left)
-        if not self.is_resting:
+        # True if nothing is drafted, and neither a new plan nor a measurement is due.
+        self.is_resting = (
+            not self.length
+            and self._plan is not None
+            and self._plan.rows == rows
+            and not self._first_cycles
+            and self._follow_up is None
+            and self._cap > 0
+            and self.num_cycles % PLAIN_OBSERVE_EVERY != 0
+        )
+        choice = Choice(0)
+        if self.is_resting:
+            self._num_rested += 1
+        else:
+            if self._cap:
+                choice = self._choose(rows, num_unread, left)
             self._chosen.append(choice)
         self._last_used[choice.limit] = self.num_cycles
         self.num_cycles += 1
@@ -142,19 +156,7 @@ class SpeculationController:
         return "does_not_pay" if self._cap else "batch_size"
 
     def _choose(self, rows: list[int], num_unread: int, left: Sequence[float] | None) -> Choice:
-        # True if nothing is drafted, and neither a new plan nor a measurement is due.
-        self.is_resting = (
-            not self.length
-            and self._plan is not None
-            and self._plan.rows == rows
-            and not self._first_cycles
-            and self._follow_up is None
-            and self._cap > 0
-            and self.num_cycles % PLAIN_OBSERVE_EVERY != 0
-        )
-        self._num_rested += self.is_resting
-        if self._cap == 0 or self.is_resting:
-            return Choice(0)
+        """Chooses for a cycle that is to be observed, and may draft."""
         if self._plan is None and not self.latency.knows_anything:
             is_measured = not self._first_cycles and self.latency.draft
             usual = self._first_cycles.pop(0) if self._first_cycles else 0 if is_measured else self.usual
@@ -191,13 +193,16 @@ class SpeculationController:
         """A length to try instead of the chosen one, if there is one that the budget pays for."""
         again, self._follow_up = self._follow_up, None
         cycles, self._num_rested = 1 + self._num_rested, 0
-        self._budget.earn(plan.seconds[self.length], plan.seconds[0], reading, cycles)
-        is_due = is_new_plan and self._budget.is_due
+        is_due = self._budget.earn(plan.seconds[self.length], plan.seconds[0], reading, cycles) and is_new_plan
         if again is None and not is_due:
             return None
+        # By length: the seconds that a trial costs beyond those in which the chosen one makes its tokens.
+        prices, tokens_per_second = {}, plan.values[self.length]
         # Rows that have ended since the plan was made may allow less.
-        prices = dict(enumerate(plan.prices(self.length, reading)[: self._cap + 1]))
-        prices = {limit: price for limit, price in prices.items() if self._budget.pays(price) and limit != self.length}
+        for limit, tokens in enumerate(plan.tokens[: self._cap + 1]):
+            price = max(plan.seconds[limit] - tokens / tokens_per_second, 0.0) + (reading if limit else 0.0)
+            if price <= self._budget.seconds and limit != self.length:
+                prices[limit] = price
         if again in prices:
             return again
         if not is_due:
@@ -259,7 +264,7 @@ class SpeculationController:
         seconds = measured if measured < CHEAP * expected else expected
         tokens = choice.plan.value_of(sum(outcome.num_committed for outcome in outcomes), choice.limit)
         loss = seconds - tokens / choice.plan.values[choice.length]
-        self._budget.spend(loss + choice.reading)
+        self._budget.seconds -= loss + choice.reading
         if loss < 0 or seconds < expected:
             self._follow_up = choice.limit
             self._plan = None
@@ -322,7 +327,7 @@ class ControlProfile:
     ) -> None:
         """Takes in the findings of a call."""
         self.latency = latency
-        self.budget = max(budget.seconds or 0.0, 0.0)
+        self.budget = max(budget.seconds, 0.0)
         self.accepted = with_call(self.accepted, accepted.rates)
         if drafted is not None:
             self.drafted = with_call(self.drafted, drafted.rates)
@@ -336,28 +341,20 @@ class TrialBudget:
     may cost beside its share.
     """
 
-    seconds: float | None  # at first what earlier calls have left; `None` if there were none
+    seconds: float = 0.0  # at first what earlier calls have left
+    is_first: bool = False  # there were none: it begins with an advance
     num_cycles: int = 0  # since the last trial
 
-    def earn(self, cycle_seconds: float, plain_seconds: float, reading_seconds: float, num_cycles: int = 1) -> None:
-        """Adds the share of equal cycles, given the seconds of one without drafts and of reading what is unread."""
-        seconds = FIRST_BUDGET * plain_seconds if self.seconds is None else self.seconds
+    def earn(self, seconds: float, plain_seconds: float, reading_seconds: float, num_cycles: int = 1) -> bool:
+        """Adds the share of equal cycles of so many seconds, given those of one without drafts and of reading what is
+        unread; returns whether there is something to spend, and the last trial is some time ago.
+        """
+        if self.is_first:
+            self.is_first, self.seconds = False, FIRST_BUDGET * plain_seconds
         most = LARGEST_BUDGET * plain_seconds + reading_seconds
-        self.seconds = min(seconds + TRIAL_SHARE * num_cycles * cycle_seconds, most)
+        self.seconds = min(self.seconds + TRIAL_SHARE * num_cycles * seconds, most)
         self.num_cycles += num_cycles
-
-    def pays(self, price: float) -> bool:
-        """`True` if a trial that costs so many seconds may be made."""
-        return self.seconds is not None and price <= self.seconds
-
-    @property
-    def is_due(self) -> bool:
-        """Tells if there is something to spend, and the last trial is some time ago."""
-        return (self.seconds or 0.0) > 0 and self.num_cycles >= TRIAL_EVERY
-
-    def spend(self, seconds: float) -> None:
-        """Takes what a trial has cost, or adds what it has gained, if that is negative."""
-        self.seconds = (self.seconds or 0.0) - seconds
+        return self.seconds > 0 and self.num_cycles >= TRIAL_EVERY
 
 
 class Plan:
@@ -417,16 +414,6 @@ class Plan:
     def value_of(self, sum_of_tokens: float, limit: int) -> float:
         """What so many tokens of all rows are worth to a batch that drafts so deep, in tokens."""
         return sum_of_tokens * self.tokens[limit] / self.sums[limit]
-
-    def prices(self, instead: int, reading: float) -> list[float]:
-        """Expected seconds, by limit, that a cycle costs beyond those in which another limit makes its tokens.
-
-        `reading` are those of what is only read where something is drafted.
-        """
-        value = self.values[instead]
-        prices = [max(seconds - tokens / value, 0.0) + reading for tokens, seconds in zip(self.tokens, self.seconds)]
-        prices[0] -= reading
-        return prices
 
     def row_limits(self, length: int) -> dict[int, int]:
         """The limit of each row, at most `length`.

@@ -47,13 +47,7 @@ class RowOutcome:
     limit: int  # how deep it was allowed to draft
     depth: int  # how deep its draft was
     num_accepted: int  # draft tokens that were committed
-    num_committed: int  # all tokens that were committed
-
-    @property
-    def num_known(self) -> int:
-        """Positions whose outcome is known: up to the first failure, none of which is seen where the row has ended."""
-        has_failure = self.num_committed > self.num_accepted
-        return min(self.num_accepted + has_failure, self.limit)
+    num_committed: int  # all tokens that were committed: no more where the row has ended before a failure was seen
 
 
 class Rate:
@@ -95,16 +89,6 @@ class Rate:
         return (self.weight * self.mean + prior_weight * prior) / (self.weight + prior_weight)
 
 
-def _expected(rates: Iterable[Rate], prior: float) -> list[float]:
-    """Expected rates of successive positions; one that is little known is expected to be like the one before it."""
-    means, weight = [], FIRST_WEIGHT
-    for rate in rates:
-        prior = rate.expected(prior, weight)
-        means.append(prior)
-        weight = PRIOR_WEIGHT
-    return means
-
-
 def with_call(past: Sequence[Rate], rates: Sequence[Rate]) -> list[Rate]:
     """Rates of positions over calls, with what one more call has seen; calls that run at once share the past ones."""
     combined = list(past)
@@ -130,24 +114,30 @@ class PositionRates:
         self, most: int, window: int, prior: float = 0.0, past: Sequence[Rate] = (), most_weight: float = 0.0
     ):
         self.window = window
-        means = _expected(past, prior)
-        self.prior: float = means[0] if means else prior
-        self.rates: list[Rate] = [
-            Rate(mean, min(before.weight, most_weight)) for mean, before in zip(means[:most], past)
-        ]
+        self.prior: float = prior
+        self.rates: list[Rate] = list(past)
+        if past:
+            means = self.expected()
+            self.prior = means[0]
+            self.rates = [Rate(mean, min(rate.weight, most_weight)) for mean, rate in zip(means[:most], past)]
         self.rates += [Rate() for _ in range(most - len(self.rates))]
 
-    def observe(self, reached: int, num_known: int) -> None:
-        """Adds a draft: up to position `reached` there was success, and as many positions as `num_known` count."""
-        for position in range(num_known):
+    def observe(self, reached: int, limit: int, has_failed: bool = True) -> None:
+        """Adds a draft of which positions up to `reached` were successes, and the next one a failure, if it counts."""
+        for position in range(min(reached + has_failed, limit)):
             if self.rates[position].observe(position < reached, self.window):
                 # Deeper positions are known from another text.
                 for rate in self.rates[position + 1 :]:
                     rate.weight = min(rate.weight, 1.0)
 
     def expected(self) -> list[float]:
-        """The rate of each position."""
-        return _expected(self.rates, self.prior)
+        """The rate of each position; one that is little known is expected to be like the one before it."""
+        means, mean, weight = [], self.prior, FIRST_WEIGHT
+        for rate in self.rates:
+            mean = rate.expected(mean, weight)
+            means.append(mean)
+            weight = PRIOR_WEIGHT
+        return means
 
 
 class AcceptanceModel:
@@ -176,8 +166,8 @@ class AcceptanceModel:
     def observe(self, outcome: RowOutcome) -> None:
         """Adds one row's draft; its limit is at least 1."""
         for accepted, drafted in ((self.accepted, self.drafted), *filter(None, [self.rows.get(outcome.row)])):
-            accepted.observe(outcome.num_accepted, outcome.num_known)
-            drafted.observe(outcome.depth, min(outcome.depth + 1, outcome.limit))
+            accepted.observe(outcome.num_accepted, outcome.limit, outcome.num_committed > outcome.num_accepted)
+            drafted.observe(outcome.depth, outcome.limit)
 
     def of_rows(self, rows: Sequence[int]) -> list[list[tuple[float, float]]]:
         """Rates of each of the rows by position: of tokens that are accepted, and of drafts that go on. One row is

@@ -19,7 +19,7 @@ from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Collection
 from dataclasses import dataclass, field
-from math import isfinite, log
+from math import inf, log
 
 from .constants import FAR, KNOWN, LARGEST_PACE, LAST_MEASUREMENTS
 
@@ -61,8 +61,8 @@ class TimeTable:
 
     def for_another_call(self) -> TimeTable:
         """A copy in which the sizes are known by few measurements, which newer ones soon outweigh."""
-        known = {size: [self.levels[size]] * min(len(last), KNOWN) for size, last in self.last.items()}
-        last = {size: deque(seconds, LAST_MEASUREMENTS) for size, seconds in known.items()}
+        counts = {size: min(len(last), KNOWN) for size, last in self.last.items()}
+        last = {size: deque([self.levels[size]] * count, LAST_MEASUREMENTS) for size, count in counts.items()}
         return TimeTable(list(self.sizes), dict(self.levels), last)
 
 
@@ -72,7 +72,8 @@ class LatencyModel:
 
     The tables have seconds at a pace of 1, `draft` and `verify` by the number of rows: drafts by depth, verifications
     by nodes with the anchor included, and `reading`, in which the drafter reads text that it was not told of, such as
-    the prompts, by tokens of all rows together. Times that are no positive numbers are passed over.
+    the prompts, by tokens of all rows together, rounded up to powers of two. Times that are no positive numbers are
+    passed over.
     """
 
     draft: dict[int, TimeTable] = field(default_factory=dict)
@@ -110,16 +111,16 @@ class LatencyModel:
         if reading is not None:
             is_known = num_rows in self.draft and depth in self.draft[num_rows].levels
             late = max(seconds - self.draft_seconds(depth, num_rows), 0.0) if is_known else 0.0
-            if is_time(reading[1] + late):
-                self.reading.observe(_power_of_two(reading[0]), (reading[1] + late) / self.pace)
+            if 0 < reading[1] + late < inf:
+                self.reading.observe(1 << (reading[0] - 1).bit_length(), (reading[1] + late) / self.pace)
             if is_known:
                 return
-        if is_time(seconds):
+        if 0 < seconds < inf:
             self.draft.setdefault(num_rows, TimeTable()).observe(depth, seconds / self.pace)
 
     def observe_verification(self, num_rows: int, num_nodes: int, seconds: float) -> None:
         """Adds the time of a cycle without drafting; nodes of a row, the anchor and padding included."""
-        if not is_time(seconds):
+        if not 0 < seconds < inf:
             return
         table = self.verify.setdefault(num_rows, TimeTable())
         if len(table.last.get(num_nodes, ())) >= KNOWN:
@@ -129,13 +130,6 @@ class LatencyModel:
             self.pace = min(sorted(self._paces)[LAST_MEASUREMENTS // 2], FAR * pace)
         table.observe(num_nodes, seconds / self.pace)
 
-    def nodes_of_depth(self, depth: int) -> int:
-        """Draft nodes of a row; those of a depth that was not seen are in proportion to the nearest that was."""
-        if depth in self.nodes or not depth or not self.nodes:
-            return self.nodes.get(depth, depth)
-        nearest = min(self.nodes, key=lambda other: abs(other - depth))
-        return round(max(self.nodes[nearest] * depth / nearest, depth))
-
     def reading_seconds(self, num_tokens: int) -> float:
         """Seconds in which the drafter would read so many tokens; 0 for none, and as long as nothing was measured.
 
@@ -144,7 +138,7 @@ class LatencyModel:
         """
         if not num_tokens or not self.reading.sizes:
             return 0.0
-        return self.pace * self.reading.predict(min(_power_of_two(num_tokens), self.reading.sizes[-1]))
+        return self.pace * self.reading.predict(min(1 << (num_tokens - 1).bit_length(), self.reading.sizes[-1]))
 
     def draft_seconds(self, depth: int, num_rows: int) -> float:
         """Seconds of a draft of this depth, in front of and beyond what was measured in proportion to it; 0 as long as
@@ -155,10 +149,14 @@ class LatencyModel:
         measured = min(max(depth, table.sizes[0]), table.sizes[-1])
         return self.pace * table.predict(measured) * (depth / measured if measured else 1.0)
 
-    def cycle_seconds(self, depth: int, num_rows: int, most_nodes: int | None = None) -> float:
-        """Seconds of a cycle whose deepest draft is so deep, trees cut to `most_nodes`."""
-        nodes = self.nodes_of_depth(depth)
-        nodes = nodes if most_nodes is None else min(nodes, most_nodes)
+    def cycle_seconds(self, depth: int, num_rows: int, most_nodes: int | None = None, least_nodes: int = 0) -> float:
+        """Seconds of a cycle whose deepest draft is so deep, with at most and at least so many nodes a row."""
+        nodes = self.nodes.get(depth, depth)
+        if depth and self.nodes and depth not in self.nodes:
+            # In proportion to the nearest depth that was seen.
+            nearest = min(self.nodes, key=lambda other: abs(other - depth))
+            nodes = round(max(self.nodes[nearest] * depth / nearest, depth))
+        nodes = max(nodes if most_nodes is None else min(nodes, most_nodes), least_nodes)
         return self.draft_seconds(depth, num_rows) + self.verify_seconds(nodes + 1, num_rows)
 
     def verify_seconds(self, num_nodes: float, num_rows: int) -> float:
@@ -181,12 +179,3 @@ class LatencyModel:
 def _nearest(numbers: Collection[int], num_rows: int) -> int:
     """The one of some numbers of rows that is this number or comes nearest to it, by their ratio."""
     return num_rows if num_rows in numbers else min(numbers, key=lambda rows: abs(log(rows / num_rows)))
-
-
-def _power_of_two(num_tokens: int) -> int:
-    return 1 << max(num_tokens - 1, 0).bit_length()
-
-
-def is_time(seconds: float) -> bool:
-    """Tells a positive, finite number of seconds."""
-    return isfinite(seconds) and seconds > 0

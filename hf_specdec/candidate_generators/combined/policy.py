@@ -96,9 +96,10 @@ class DrafterChoice:
         tokens = list(accumulate(accumulate(self.accepted.expected(), mul), initial=0.0))
         more = [tokens[length] - ours for ours, length in zip(retrieved, lengths)]
         reading = self.latency.reading_seconds(num_unread)
+        is_due = False
         if self.latency.verify:
             plain, usual = (self.latency.verify_seconds(nodes + 1, len(rows)) for nodes in (0, num_retrieved))
-            self._budget.earn(usual, plain, reading)
+            is_due = self._budget.earn(usual, plain, reading)
 
         def gain(asked: list[bool]) -> float:
             more_tokens, depth = (sum(filter(None, map(mul, asked, more))), max(map(mul, asked, lengths)))
@@ -112,7 +113,7 @@ class DrafterChoice:
                 self._missed = 0.0
                 return wanted
         tried = [length > 0 and ours < LITTLE for ours, length in zip(retrieved, lengths)]
-        if any(tried) and self._budget.is_due and self._budget.pays(reading - gain(tried)):
+        if any(tried) and is_due and reading - gain(tried) <= self._budget.seconds:
             self._budget.num_cycles = 0
             self._trial = _Trial(dict(zip(rows, retrieved)), num_retrieved, reading)
             return tried
@@ -145,8 +146,7 @@ class DrafterChoice:
         """Seconds that a draft wins which brings so many more tokens, the reading of unread text not counted."""
         latency = self.latency
         without = latency.verify_seconds(num_retrieved + 1, num_rows)
-        nodes = max(latency.nodes_of_depth(depth), least_nodes)
-        more_seconds = latency.draft_seconds(depth, num_rows) + latency.verify_seconds(nodes + 1, num_rows) - without
+        more_seconds = latency.cycle_seconds(depth, num_rows, least_nodes=least_nodes) - without
         seconds_per_token = self._seconds / self._tokens if self._tokens else without / num_rows
         return more_tokens * seconds_per_token - more_seconds
 
@@ -173,13 +173,14 @@ class DrafterChoice:
             self._seconds += self.latency.reading_seconds(reading[0])
         self._num_first -= 1
         for outcome in outcomes:
-            self.accepted.observe(outcome.num_accepted, outcome.num_known)
+            has_failed = outcome.num_committed > outcome.num_accepted
+            self.accepted.observe(outcome.num_accepted, outcome.limit, has_failed)
         if self._trial is not None:
             trial, self._trial = self._trial, None
             more = sum(outcome.num_accepted - trial.retrieved[outcome.row] for outcome in outcomes)
             least_nodes = trial.num_retrieved if len(outcomes) < num_rows else 0
             gained = self._gain(more, depth, num_rows, trial.num_retrieved, least_nodes)
-            self._budget.spend(trial.reading - gained)
+            self._budget.seconds -= trial.reading - gained
 
     def observe_retrieved(self, row: int, acceptance_probs: Sequence[float], num_agreeing: int) -> None:
         """Takes in how many tokens of a retrieved draft agree with the text, as far as that can be seen."""

@@ -32,7 +32,8 @@ class Loaded:
     generator_class: type
     resources: Any
     draft_model: torch.nn.Module | None = None  # that was passed
-    identity: Hashable = None  # of the files that were read
+    files: RepoFiles | None = None  # that were read,
+    identity: Hashable = None  # and what these were like
     key: Hashable = None  # under which it is kept
     # Speculators by the hash of their settings, each after what else it rests on.
     speculators: Recent[tuple[Any, Any]] = field(default_factory=lambda: Recent(_MOST_LEARNT))
@@ -65,11 +66,14 @@ class TargetRecord:
         """Resources that are loaded, the least recently used first."""
         return self.drafters.values()
 
-    def of_request(self, request: str, draft_model: torch.nn.Module | None) -> tuple[Any, Any] | None:
-        """What the speculator of an earlier call that asked for the same rests on, and it itself."""
+    def of_request(self, request: str, draft_model: torch.nn.Module | None) -> tuple[Any, Any, Any] | None:
+        """Of an earlier call that asked for the same: its files, what its speculator rests on, and that itself."""
         key, settings = self.requests.get(request, (None, None))
         entry = self.drafters.get(key)
-        return entry.speculators.get(settings) if entry is not None and entry.draft_model is draft_model else None
+        if entry is None or entry.draft_model is not draft_model:
+            return None
+        known = entry.speculators.get(settings)
+        return None if known is None else (entry.files, *known)
 
     def load_once(
         self,
@@ -95,7 +99,7 @@ class TargetRecord:
                     # The commit of a repository is known once it is read. A folder that has changed meanwhile is read
                     # anew by the next call.
                     identity = files.identity()
-                entry = Loaded(generator_class, resources, draft_model, identity, key)
+                entry = Loaded(generator_class, resources, draft_model, files, identity, key)
                 self.drafters.put(key, entry)
             return entry
 

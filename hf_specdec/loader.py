@@ -31,6 +31,7 @@ from .method import (
     built_in_methods,
     drafting_method,
     is_language_model,
+    is_method_name,
     own_layers_method,
     parts_of,
     resolve_candidate_generator,
@@ -81,20 +82,26 @@ def load_speculator(
         raise no_target(target_model)
     # What torch.compile() makes of a model holds it.
     draft_model = getattr(draft_model, "_orig_mod", draft_model)
-    if draft_model is not None and settings.get("method") in (None, AUTO):
-        named = config.get("method") if isinstance(config, Mapping) else getattr(config, "method", config)
-        if named in (None, AUTO):
-            settings["method"] = _method_of(draft_model)
+    if draft_model is not None and _named_method(config, settings) in (None, AUTO):
+        settings["method"] = _method_of(draft_model)
     request = as_text(config, settings) if tokenizers is None else None
     if request is not None and (known := record_of(target_model).of_request(request, draft_model)) is not None:
-        basis, speculator = known
-        files = _files(speculator.generator_class, speculator.config, target_model, draft_model)
+        files, basis, speculator = known
         if basis == _basis(target_model, speculator.config, None if files is None else files.identity()):
             return speculator
     resolved = resolve(config, settings, target_model.config)
     if resolved.is_to_be_found and draft_model is None:
         return _load_found(target_model, resolved)
-    return _load(target_model, resolved, draft_model, tokenizers, request)
+    # A checkpoint that is given without a method may be one for another method the next time.
+    named = _named_method(config, settings)
+    is_named = isinstance(named, str) and is_method_name(named)
+    return _load(target_model, resolved, draft_model, tokenizers, request if is_named else None)
+
+
+def _named_method(config: Any, settings: Mapping[str, Any]) -> Any:
+    """The method that a call names, or the text that it gives in the place of one."""
+    named = config.get("method") if isinstance(config, Mapping) else getattr(config, "method", config)
+    return settings.get("method") or named
 
 
 def _basis(target_model: torch.nn.Module, config: SpeculativeConfig, identity: Any) -> tuple[Any, ...]:
@@ -102,17 +109,6 @@ def _basis(target_model: torch.nn.Module, config: SpeculativeConfig, identity: A
     # Methods are registered anew, and some settings leave it to the environment whether lengths adapt.
     generator_class = resolve_candidate_generator(config.method)
     return generator_class, identity, config.is_adaptive, target_model.device, target_model.dtype
-
-
-def _files(
-    generator_class: type[CandidateGenerator],
-    config: SpeculativeConfig,
-    target_model: torch.nn.Module,
-    draft_model: torch.nn.Module | None,
-) -> RepoFiles | None:
-    """The files that a drafter is loaded from, if it is."""
-    source = generator_class.loaded_from(config, target_model) if draft_model is None else None
-    return None if source is None else RepoFiles.of(source)
 
 
 def _load(
@@ -251,7 +247,9 @@ def _loaded(
     # A tokenizer that is loaded again is the same. A wrong one costs acceptance, never the output.
     pair = [(type(item), item.name_or_path or id(item), len(item)) for item in tokenizers or ()]
     key = (config.method, draft_model is not None, config.written(generator_class.loaded_by), *pair)
-    files = _files(generator_class, config, target_model, draft_model)
+    # The files that it reads, if it does.
+    source = generator_class.loaded_from(config, target_model) if draft_model is None else None
+    files = None if source is None else RepoFiles.of(source)
     if draft_model is not None and holds(draft_model, target_model):
         # What is kept for the target must not keep it alive.
         return Loaded(generator_class, load())

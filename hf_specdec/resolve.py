@@ -48,12 +48,10 @@ def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedC
 
 def as_text(value: Any, overrides: Mapping[str, Any]) -> str | None:
     """What [`resolve`] is given as JSON; `None` where it has objects, or a file that may say something else later."""
+    if isinstance(value, str) and value.rstrip().endswith(".json"):
+        return None
     with suppress(Exception):  # values of any kind, which are refused later
-        named = value.get("method") if isinstance(value, Mapping) else getattr(value, "method", value)
-        named = overrides.get("method") or named
-        # A checkpoint without a method may name another one the next time.
-        if is_method_name(named) and not (isinstance(value, str) and value.rstrip().endswith(".json")):
-            return json.dumps([value, overrides], default=_name_of_config)
+        return json.dumps([value, overrides], default=_name_of_config)
     return None
 
 

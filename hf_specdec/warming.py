@@ -146,7 +146,7 @@ def _go_through_sizes(loop: DecodingLoop, group: Group) -> None:
     rows = loop.rows
     # A verification without a draft, of which nothing is kept.
     step = rows.step(0)
-    loop.verify(step, DraftTree.empty(len(rows.active), loop.device))
+    loop.verify(step, DraftTree.empty(len(rows.active), loop.session.device))
     for depth in range(loop.drafter.num_speculative_tokens, 0, -1):
         group.most_draft_tokens = depth
         if not rows.all_finished:

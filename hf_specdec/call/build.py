@@ -10,6 +10,7 @@ from weakref import ref
 from ..logits.randomness import RowUniforms
 from ..logits.rules import acceptance_rule
 from ..logits.sampling import DraftSampler
+from ..loop.ahead import Ahead
 from ..loop.judging import Judging
 from ..loop.loop import DecodingLoop
 from ..loop.observers import AcceptanceWatch, ColumnStreamer, Listeners, Observer, Observers, Statistics
@@ -135,7 +136,11 @@ def build(
         watching += _reports(request, speculator, stats, is_joint=groups[0].fails_alone)
     if request.streamer is not None:
         watching.append(ColumnStreamer(request.streamer, groups[0]))
-    return DecodingLoop(request, session, rows, drafter, target, judging, Observers(watching), stats)
+    seen, ahead = Observers(watching), None
+    # A forward goes on after its call has returned, but on a CPU.
+    if session.device.type != "cpu" or target.graphs is not None:
+        ahead = Ahead(rows, drafter, target, judging, session, stats, seen)
+    return DecodingLoop(request, session, rows, drafter, target, judging, seen, stats, ahead)
 
 
 def _why_equal(group: Group) -> str | None:

@@ -11,11 +11,9 @@ Shapes: R active rows, N draft nodes, T = N + 1 verified nodes, V vocabulary.
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING
-
-import torch
 
 from ..drafts import DraftTree, chain_topology
 from ..metrics import SpecDecodingStats
@@ -57,25 +55,18 @@ class DecodingLoop:
     judging: Judging
     observers: Observers
     stats: SpecDecodingStats
-
-    def __post_init__(self) -> None:
-        self.device: torch.device = self.session.device
-        self.ahead: Ahead | None = None
-        # A forward goes on after its call has returned, but on a CPU.
-        if self.device.type != "cpu" or self.target.graphs is not None:
-            parts = self.rows, self.drafter, self.target, self.judging, self.session, self.stats, self.observers
-            self.ahead = Ahead(*parts)
-        self._began: float = perf_counter()
+    ahead: Ahead | None = None
+    _began: float = field(default_factory=perf_counter)
 
     def run(self) -> None:
         """Decodes rows that all begin together."""
         self.stats.setup_seconds = self._began - self.request.began
         self.begin()
-        model, synced_gpus = self.request.model, self.request.synced_gpus
-        while model._has_unfinished_sequences(is_over := self.rows.all_finished, synced_gpus, self.device):
+        model, synced_gpus, device = self.request.model, self.request.synced_gpus, self.session.device
+        while model._has_unfinished_sequences(is_over := self.rows.all_finished, synced_gpus, device):
             if is_over:
                 # A forward whose result is not used: other ranks still need this one's shards.
-                self.target.forward(self.rows.anchors[:, None], chain_topology(0, self.device))
+                self.target.forward(self.rows.anchors[:, None], chain_topology(0, device))
             else:
                 self.cycle()
 
@@ -89,7 +80,7 @@ class DecodingLoop:
         for observer in self.observers:
             observer.begin(prompt)
         # The first token is committed like every other: a verification without drafts, of the prompt's last node.
-        draft = DraftTree.empty(len(self.rows.active), self.device)
+        draft = DraftTree.empty(len(self.rows.active), self.session.device)
         if self.rows.has_grammar:
             draft = self.session.sampler.constrained(draft, self.rows.active)
         cycle = Cycle(self.rows.active, self.rows.positions, draft, output, is_first=True)
@@ -140,8 +131,7 @@ class DecodingLoop:
         self.rows.anchors, commit = cycle.commit()
         self.drafter.observe(commit)
         self.stats.draft_seconds += perf_counter() - has_committed
-        if any(self.rows.finished(self.rows.members)):
-            self.drop_finished()
+        self.drop_finished()
         if self.ahead is None:
             self.observers.tell()
 
@@ -172,7 +162,6 @@ class DecodingLoop:
         for number in numbers.values():
             self.judging.enter(self.rows.group(number), number)
         self.stats.add(other.stats)
-        self.stats.notes += [note for note in other.stats.notes if note not in self.stats.notes]
         other.close()
         # While a long prompt was read, all others may have ended.
         self.drop_finished()

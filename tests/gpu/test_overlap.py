@@ -24,14 +24,14 @@ PROMPT = 7
 @pytest.fixture
 def defer(monkeypatch):
     """Lets the loop believe that forwards run by themselves, or not."""
-    begin = loop.DecodingLoop.__post_init__
+    begin = loop.DecodingLoop.begin
 
     def begin_ahead(self):
-        begin(self)
         parts = self.rows, self.drafter, self.target, self.judging
         self.ahead = Ahead(*parts, self.session, self.stats, self.observers)
+        begin(self)
 
-    return lambda does: monkeypatch.setattr(loop.DecodingLoop, "__post_init__", begin_ahead if does else begin)
+    return lambda does: monkeypatch.setattr(loop.DecodingLoop, "begin", begin_ahead if does else begin)
 
 
 class Streamer(BaseStreamer):

@@ -67,7 +67,7 @@ class Watched:
         def watched(loop):
             before = len(self.waits)
             cycle(loop)
-            if loop.device == DEVICE:
+            if loop.session.device == DEVICE:
                 self.cycles.append(self.waits[before:])
 
         monkeypatch.setattr(DecodingLoop, "cycle", watched)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any
 from weakref import ref
 
@@ -261,7 +261,7 @@ def _profile(
 ) -> ControlProfile:
     """The costs and acceptance that calls with these settings and this draft network have found."""
     record = record_of(target_model)
-    key = (_with_auto_length(config), target_model.device, target_model.dtype)
+    key = (config.replace(num_speculative_tokens=AUTO), target_model.device, target_model.dtype)
     with record.lock:
         learnt = record.learnt.get(key)
         # Only the latest network with these settings is kept, as with loaded draft models.
@@ -269,12 +269,6 @@ def _profile(
             learnt = (lambda: None) if network is None else ref(network), ControlProfile()
             record.learnt.put(key, learnt)
         return learnt[1]
-
-
-@lru_cache(maxsize=64)
-def _with_auto_length(config: SpeculativeConfig) -> SpeculativeConfig:
-    """The settings with this length in place of a missing one."""
-    return config.replace(num_speculative_tokens=AUTO)
 
 
 def _method_of(draft_model: torch.nn.Module) -> str:

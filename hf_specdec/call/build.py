@@ -13,7 +13,7 @@ from ..logits.sampling import DraftSampler
 from ..loop.ahead import Ahead
 from ..loop.judging import Judging
 from ..loop.loop import DecodingLoop
-from ..loop.observers import AcceptanceWatch, ColumnStreamer, Listeners, Observer, Observers, Statistics
+from ..loop.observers import ColumnStreamer, Listeners, Observer, Observers, Statistics
 from ..loop.recorder import OutputRecorder
 from ..loop.rows import Group, Rows
 from ..loop.tracing import Tracer
@@ -127,13 +127,20 @@ def build(
             )
             target.use_graphs(graphs)
         if_it_fails.pop_all()
-    watching: list[Observer] = [Statistics(stats, rows, drafter, target), *(observers or [])]
+    is_told = is_first and is_reported
+    # With an adaptive length, drafts that do not pay are not made for long.
+    watched = speculator.config if is_told and not speculator.is_adaptive else None
+    watching: list[Observer] = [Statistics(stats, rows, drafter, target, watched), *(observers or [])]
     if recorder is not None and recorder.reads_logits:
         watching.append(recorder)
     if request.keeps_cache:
         watching.append(KeptCache(groups[0], target))
-    if is_first and is_reported:
-        watching += _reports(request, speculator, stats, is_joint=groups[0].fails_alone)
+    if is_told:
+        progress = begin_call(stats, model_name(model))
+        if progress.traces:
+            watching.append(Tracer(progress.traces, stats.method, is_joint=groups[0].fails_alone))
+        if progress.observers:
+            watching.append(Listeners(progress))
     if request.streamer is not None:
         watching.append(ColumnStreamer(request.streamer, groups[0]))
     seen, ahead = Observers(watching), None
@@ -164,19 +171,3 @@ def _target(request: Request, drafter: CandidateGenerator, room: int, wants_stat
     target.most_committed = drafter.num_speculative_tokens + 1
     target.num_successors = min(drafter.num_best_tokens, vocabulary_size(request.model))
     return target
-
-
-def _reports(
-    request: Request, speculator: Speculator | GivenCandidateGenerator, stats: SpecDecodingStats, is_joint: bool
-) -> list[Observer]:
-    """Those who are told of the calls of this process."""
-    model, config, observers = request.model, speculator.config, []
-    progress = begin_call(stats, model_name(model))
-    if progress.traces:
-        observers.append(Tracer(progress.traces, stats.method, is_joint))
-    if progress.observers:
-        observers.append(Listeners(progress))
-    # With an adaptive length, drafts that do not pay are not made for long.
-    if config is not None and not speculator.is_adaptive:
-        observers.append(AcceptanceWatch(stats, model, config))
-    return observers

@@ -6,7 +6,7 @@ node.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -82,10 +82,6 @@ class Cycle:
         logits = self.output.logits.index_select(0, upload(places, self.output.logits.device))
         rows, positions = ([values[place] for place in places] for values in (self.rows, self.positions))
         return Cycle(rows, positions, self.draft.of_rows(places), SlotOutput(logits))
-
-    def without_logits(self) -> Cycle:
-        """What can be told later, without memory that graphs write again."""
-        return replace(self, draft=self.draft.without_probs(), output=SlotOutput(torch.empty(0)))
 
     def commit(self) -> tuple[torch.LongTensor, Commit]:
         """The last token of each row, `(R,)`, and what the drafter is told."""

@@ -7,6 +7,7 @@ writes to them again; the rest waits on a GPU until the device is busy with the 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +16,7 @@ from ..metrics import SpecDecodingStats, watch_acceptance
 from ..metrics.listeners import CallProgress
 from ..protocol import Prompt
 from ..target.attention import describe_layers
+from ..target.forward import SlotOutput
 from ..target.model import SlotModel
 from .cycle import Cycle
 from .rows import Group, Rows
@@ -66,7 +68,10 @@ class Observers(list[Observer]):
     def see(self, cycle: Cycle) -> None:
         for observer in self._seeing:
             observer.see(cycle)
-        self._untold = cycle.without_logits() if self.wait else cycle
+        self._untold = cycle
+        if self.wait:
+            # Without memory that graphs write again.
+            self._untold = replace(cycle, draft=cycle.draft.without_probs(), output=SlotOutput(torch.empty(0)))
 
     def tell(self) -> None:
         """Tells of the last cycle, once."""
@@ -77,10 +82,21 @@ class Observers(list[Observer]):
 
 
 class Statistics(Observer):
-    """Counts drafts and tokens, for each of many requests too, and at the end what ran as graphs."""
+    """Counts drafts and tokens, for each of many requests too, and at the end what ran as graphs.
 
-    def __init__(self, stats: SpecDecodingStats, rows: Rows, drafter: CandidateGenerator, target: SlotModel):
+    Users of `watched` settings are told of drafts that are hardly ever accepted, call after call.
+    """
+
+    def __init__(
+        self,
+        stats: SpecDecodingStats,
+        rows: Rows,
+        drafter: CandidateGenerator,
+        target: SlotModel,
+        watched: SpeculativeConfig | None,
+    ):
         self.stats: SpecDecodingStats = stats
+        self._watched = watched
         self._rows, self._drafter, self._target, self._lookups = rows, drafter, target, drafter.lookups
         self._longest_row = drafter.longest_row
 
@@ -121,6 +137,8 @@ class Statistics(Observer):
         device = self._target.model.device
         if device.type == "cuda":
             stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
+        if self._watched is not None:
+            watch_acceptance(self._target.model, self._watched.compute_hash(), stats)
 
 
 class ColumnStreamer(Observer):
@@ -165,13 +183,3 @@ class Listeners(Observer):
 
     def close(self) -> None:
         self._progress.end_call()
-
-
-class AcceptanceWatch(Observer):
-    """Tells users of drafts that are hardly ever accepted, call after call with these settings."""
-
-    def __init__(self, stats: SpecDecodingStats, model: torch.nn.Module, config: SpeculativeConfig):
-        self._stats, self._model, self._config = stats, model, config
-
-    def end(self) -> None:
-        watch_acceptance(self._model, self._config.compute_hash(), self._stats)

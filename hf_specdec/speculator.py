@@ -208,19 +208,10 @@ class GivenCandidateGenerator:
     def __init__(self, generator: HfCandidateGenerator):
         is_of_ours = isinstance(generator, CandidateGenerator)
         self.generator: CandidateGenerator = generator if is_of_ours else StockCandidateGenerator(generator)
-
-    @property
-    def config(self) -> SpeculativeConfig | None:
-        return self.generator.config
-
-    @property
-    def is_adaptive(self) -> bool:
-        """`Speculator.is_adaptive` of the speculator that made the generator, if one did."""
-        return getattr(getattr(self.generator, "speculator", None), "is_adaptive", False)
-
-    @property
-    def method(self) -> str:
-        return "candidate_generator" if self.config is None else self.config.method
+        self.config: SpeculativeConfig | None = self.generator.config
+        self.method: str = "candidate_generator" if self.config is None else self.config.method
+        # As the speculator that has made it, if one did.
+        self.is_adaptive: bool = getattr(getattr(self.generator, "speculator", None), "is_adaptive", False)
 
     def candidate_generator(self, session: Session) -> CandidateGenerator:
         return self.generator.bind(session)

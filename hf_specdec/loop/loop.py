@@ -162,6 +162,7 @@ class DecodingLoop:
         for number in numbers.values():
             self.judging.enter(self.rows.group(number), number)
         self.stats.add(other.stats)
+        self.stats.notes += [note for note in other.stats.notes if note not in self.stats.notes]
         other.close()
         # While a long prompt was read, all others may have ended.
         self.drop_finished()

@@ -164,7 +164,7 @@ class SpecDecodingStats:
         counts[reason] = counts.get(reason, 0) + cycles
 
     def add(self, other: SpecDecodingStats) -> None:
-        """Adds another's counts and seconds, and its notes, each once. What is no sum (method, memory, ...) stays."""
+        """Adds another's counts and seconds. What is no sum (method, notes, memory, ...) stays."""
         for name in _SUMS:
             setattr(self, name, getattr(self, name) + getattr(other, name))
         for name in _LISTS:
@@ -174,7 +174,6 @@ class SpecDecodingStats:
                 mine[index] += count
         for reason, count in other.num_cycles_without_drafts.items():
             self.count_without_drafts(reason, count)
-        self.notes += [note for note in other.notes if note not in self.notes]
 
     def copy(self) -> SpecDecodingStats:
         """The same, whatever is counted later."""
@@ -182,11 +181,12 @@ class SpecDecodingStats:
 
     @classmethod
     def total(cls, calls: Iterable[SpecDecodingStats]) -> SpecDecodingStats:
-        """Sums several calls of one method."""
+        """Sums several calls of one method; the notes of all of them, each once."""
         total = cls()
         for call in calls:
             total.add(call)
             total.method, total.rejection_sample_method = call.method, call.rejection_sample_method
+            total.notes += [note for note in call.notes if note not in total.notes]
         return total
 
     def to_dict(self) -> dict[str, Any]:

@@ -89,9 +89,16 @@ def generate_speculatively(
     asked: dict[str, Any],
 ) -> Any:
     """Runs [`generate`] where speculation is asked for; `original` is transformers' own function."""
-    arguments = _by_name(original, model, args, kwargs)
     if asks_for_off(asked):
         return original(model, *args, **kwargs)
+    # By name also where another package's function passes them on as they come.
+    signature = inspect.signature(original)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+        signature = inspect.signature(original_generate(GenerationMixin))
+    arguments = dict(signature.bind(model, *args, **kwargs).arguments)
+    del arguments[next(iter(signature.parameters))]
+    rest = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), None)
+    arguments = {**arguments.pop(rest, {}), **arguments}
     settings = _settings_of_drafters(model, arguments)
     return _run(model, original, arguments, lambda: partial(decode, speculator=_load(model, asked, settings)))
 
@@ -315,16 +322,3 @@ def _source_inputs(model: PreTrainedModel, arguments: dict[str, Any]) -> dict[st
     if inputs[main] is None:
         inputs[main] = arguments.get("inputs")
     return {name: value for name, value in inputs.items() if value is not None}
-
-
-def _by_name(
-    original: Callable[..., Any], model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> dict[str, Any]:
-    """All arguments of the call by name, also where another package's function passes them on as they come."""
-    signature = inspect.signature(original)
-    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
-        signature = inspect.signature(original_generate(GenerationMixin))
-    _, *arguments = signature.bind(model, *args, **kwargs).arguments.items()
-    names = {parameter.kind: name for name, parameter in signature.parameters.items()}
-    by_name = dict(arguments)
-    return {**by_name.pop(names.get(inspect.Parameter.VAR_KEYWORD), {}), **by_name}

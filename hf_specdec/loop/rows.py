@@ -9,6 +9,7 @@ Shapes: R active rows of the loop, L tokens of a row.
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -72,14 +73,6 @@ class Group:
         if not self.fails_alone:
             raise error
         self.error = self.error or error
-
-    def append(self, indices: list[int], token_lists: list[list[int]]) -> list[list[int]]:
-        """As [`Texts.append`]; one token of each row where the criteria fail."""
-        try:
-            return self.texts.append(indices, token_lists)
-        except Exception as error:  # noqa: BLE001 - of any kind: the user's criteria raise what they like
-            self.fail(error)
-            return [tokens[:1] for tokens in token_lists]
 
     def matcher(self, index: int) -> GrammarMatcher | None:
         """The row's place in its grammar, after all that was committed; `None` without one."""
@@ -216,9 +209,16 @@ class Rows:
         return first.draft_stack if is_one else None
 
     def append(self, rows: list[int], token_lists: list[list[int]]) -> list[list[int]]:
-        """Appends to each row what its stopping rules keep of some tokens, and returns that."""
-        members = [self.at(row) for row in rows]
-        first = members[0][0]
-        if all(group is first for group, _ in members):
-            return first.append([index for _, index in members], token_lists)
-        return [group.append([index], [tokens])[0] for (group, index), tokens in zip(members, token_lists)]
+        """Appends to each row what its stopping rules keep of some tokens, and returns that.
+
+        It is one token of each row of a group whose criteria fail.
+        """
+        kept: list[list[int]] = []
+        for group, members in groupby(zip(map(self.at, rows), token_lists), key=lambda member: member[0][0]):
+            places, lists = zip(*members)
+            try:
+                kept += group.texts.append([index for _, index in places], list(lists))
+            except Exception as error:  # noqa: BLE001 - of any kind: the user's criteria raise what they like
+                group.fail(error)
+                kept += [tokens[:1] for tokens in lists]
+        return kept

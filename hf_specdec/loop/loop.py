@@ -131,7 +131,8 @@ class DecodingLoop:
         self.rows.anchors, commit = cycle.commit()
         self.drafter.observe(commit)
         self.stats.draft_seconds += perf_counter() - has_committed
-        self.drop_finished()
+        if any(self.rows.finished(self.rows.members)):
+            self.drop_finished()
         if self.ahead is None:
             self.observers.tell()
 

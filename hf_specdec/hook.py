@@ -70,10 +70,10 @@ def uninstall() -> None:
 def _patch(mixin: type) -> None:
     global _is_installed
     _is_installed = True
-    for name, wrap in (("generate", _speculating), ("generate_batch", _batching)):
+    for name in ("generate", "generate_batch"):
         original = getattr(mixin, name, None)
         if original is not None and (name not in patched or original is patched[name].__wrapped__):
-            patched[name] = functools.wraps(original)(wrap(original))
+            patched[name] = functools.wraps(original)(_asking(original, is_batch=name == "generate_batch"))
             setattr(mixin, name, patched[name])
     generate = patched["generate"]
     signature = inspect.signature(generate.__wrapped__)
@@ -87,37 +87,25 @@ def _patch(mixin: type) -> None:
     generate.__doc__ = (generate.__wrapped__.__doc__ or "").rstrip() + _DOCUMENTATION
 
 
-def _speculating(original: Callable) -> Callable:
-    """`generate()` with the speculative arguments."""
+def _asking(original: Callable, is_batch: bool) -> Callable:
+    """A function with the speculative arguments; without them, and where they say "off", it is the original."""
 
-    def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def asked_for(self: Any, *args: Any, **kwargs: Any) -> Any:
         asked = take_asked(kwargs)
         if not _is_installed:
             return original(self, *args, **kwargs, **asked)
         asked = with_objects(asked, self, args, kwargs)
-        if not asked:
+        if not asked or asks_for_off(asked):
             return original(self, *args, **kwargs)
+        if is_batch:
+            from .many.batching import generate_batch
+
+            return generate_batch(self, *args, **kwargs, **asked)
         from .call.entry import generate_speculatively
 
         return generate_speculatively(self, original, args, kwargs, asked)
 
-    return generate
-
-
-def _batching(original: Callable) -> Callable:
-    """`generate_batch()` with the speculative arguments; without them transformers' own continuous batching."""
-
-    def generate_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        asked = take_asked(kwargs)
-        if not (_is_installed and with_objects(asked, self, args, kwargs)):
-            return original(self, *args, **kwargs, **asked)
-        if asks_for_off(asked):
-            return original(self, *args, **kwargs)
-        from .many.batching import generate_batch
-
-        return generate_batch(self, *args, **kwargs, **asked)
-
-    return generate_batch
+    return asked_for
 
 
 class _PatchOnImport(MetaPathFinder):

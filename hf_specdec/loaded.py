@@ -42,10 +42,6 @@ class Loaded:
     def network(self) -> torch.nn.Module | None:
         return self.generator_class.network(self.resources)
 
-    @property
-    def text_bytes(self) -> int:
-        return self.generator_class.text_bytes(self.resources)
-
 
 class TargetRecord:
     """Everything that is kept for one target."""
@@ -147,5 +143,5 @@ def num_bytes(entries: Iterable[Loaded]) -> int:
     for entry in entries:
         if (network := entry.network) is not None:
             tensors |= {id(tensor): tensor.nbytes for tensor in (*network.parameters(), *network.buffers())}
-        text_bytes += entry.text_bytes
+        text_bytes += entry.generator_class.text_bytes(entry.resources)
     return sum(tensors.values()) + text_bytes

@@ -76,7 +76,7 @@ def generate(
     original = original_generate(type(model))
     values = spec_method, spec_model, num_speculative_tokens, speculative, assistant
     asked = with_objects(take_asked(dict(zip(ARGUMENTS, values))), model, args, kwargs)
-    if not asked:
+    if not asked or asks_for_off(asked):
         return original(model, *args, **kwargs)
     return generate_speculatively(model, original, args, kwargs, asked)
 
@@ -89,8 +89,6 @@ def generate_speculatively(
     asked: dict[str, Any],
 ) -> Any:
     """Runs [`generate`] where speculation is asked for; `original` is transformers' own function."""
-    if asks_for_off(asked):
-        return original(model, *args, **kwargs)
     # By name also where another package's function passes them on as they come.
     signature = inspect.signature(original)
     if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):

@@ -27,15 +27,15 @@ MOST_LINES = {
     "cli": 1857,
     "diagnosis": 1239,
     "bench": 874,
-    "call": 792,
-    "loop": 1702,
+    "call": 780,
+    "loop": 1697,
     "target": 4918,
     "logits": 1897,
     "drafting": 1533,
     "candidate_generators": 11768,
     "drafts": 674,
     "checkpoints": 2266,
-    "control": 1250,
+    "control": 1215,
     "training": 1488,
     "layers": 1510,
     "kernels": 4321,
@@ -48,7 +48,7 @@ MOST_LINES = {
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.
-MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 368, 93
+MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 350, 93
 
 # Of a method, beside the heads of blocks.
 MOST_FILES_OF_A_METHOD, MOST_NAMES_FROM_DRAFTING = 5, 12
@@ -57,7 +57,7 @@ STORY = (
     *("loop/loop.py", "loop/rows.py", "loop/texts.py", "loop/judging.py", "loop/walk.py", "loop/ahead.py"),
     "target/model.py",
 )
-MOST_LINES_OF_THE_STORY = 1446
+MOST_LINES_OF_THE_STORY = 1437
 
 
 def num_lines(path: Path) -> int:

@@ -173,8 +173,7 @@ class DrafterChoice:
             self._seconds += self.latency.reading_seconds(reading[0])
         self._num_first -= 1
         for outcome in outcomes:
-            has_failed = outcome.num_committed > outcome.num_accepted
-            self.accepted.observe(outcome.num_accepted, outcome.limit, has_failed)
+            self.accepted.observe(outcome.num_accepted, outcome.limit, outcome.num_committed > outcome.num_accepted)
         if self._trial is not None:
             trial, self._trial = self._trial, None
             more = sum(outcome.num_accepted - trial.retrieved[outcome.row] for outcome in outcomes)

@@ -38,7 +38,7 @@ def resolve(value: Any, overrides: Mapping[str, Any], target_config: PretrainedC
         if config.method is None:
             config = with_saved_settings(config)
         if config.method is None:
-            method = detect_method(config, target_config=target_config)
+            method = detect_method(config)
             config = config.replace(method=method_for_target(config, method, target_config))
         if target_config is not None:
             longest = getattr(target_config.get_text_config(), "max_position_embeddings", None)

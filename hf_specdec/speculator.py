@@ -172,11 +172,17 @@ class Speculator:
         """Saves the drafter to a folder that `spec_model=folder` loads again with the same settings.
 
         Args:
-            folder (`str` or `os.PathLike`): Made if needed.
-            card: What [`~hub.publish.save_speculator`] takes for the model card, such as `license`.
+            folder (`str` or `os.PathLike`): Made if needed. A card that is there keeps its text.
+            card: Of the model card: `name`, the repo id (by default the folder's name), `target`, the target's (by
+                default where it was loaded from), and `license`, `tags`, `base_model_relation` and `report` of
+                [`~hub.make_card`].
 
         Returns:
             `Path` of the folder.
+
+        Raises:
+            SpecConfigError: The network has no format to be written in, or the card cannot be made.
+            CheckpointFormatError: The checkpoint that it was loaded from is damaged or gone.
         """
         from .hub.publish import save_speculator
 
@@ -186,11 +192,16 @@ class Speculator:
         """Uploads the drafter to a repository on the Hub, so that `spec_model=repo_id` loads it.
 
         Args:
-            repo_id (`str`): The repository, made if needed.
-            options: What [`~hub.publish.push_speculator`] takes: `private`, `token`, `commit_message`, `license`, ...
+            repo_id (`str`): The repository, made if needed. A card that it has keeps its text.
+            options: `private` (of a new repository), `token`, `revision` (a branch that is there), `create_pr`,
+                `commit_message`, and of the card what `save_pretrained` takes.
 
         Returns:
             `str`: The address of the commit.
+
+        Raises:
+            SpecConfigError: As `save_pretrained`, or `repo_id` is no valid id.
+            huggingface_hub.errors.HfHubHTTPError: The Hub refuses: no login, no rights.
         """
         from .hub.publish import push_speculator
 

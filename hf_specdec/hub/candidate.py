@@ -23,6 +23,13 @@ FOUND = {
 }
 PLACES = tuple(FOUND)
 
+_REASONS = {
+    **FOUND,
+    "cache": f"{FOUND['cache']}, made for the target",
+    "hub": f"{FOUND['hub']}, made for the target",
+    "none": "needs no weights",
+}
+
 
 @dataclass(frozen=True)
 class Candidate:
@@ -69,8 +76,7 @@ class Candidate:
     @property
     def reason(self) -> str:
         """Where it was found, and what it was made for, for people."""
-        reasons = {"cache": f"{FOUND['cache']}, made for the target", "hub": f"{FOUND['hub']}, made for the target"}
-        return {**FOUND, **reasons, "none": "needs no weights"}[self.place]
+        return _REASONS[self.place]
 
     def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
         """The settings of a call for this drafter: its own, and over them those of the call that its method has.

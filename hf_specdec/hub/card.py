@@ -214,34 +214,33 @@ def _text(
 ) -> str:
     title = " and ".join(methods()[part].noun for part in parts_of(method))
     of = f" for `{target}`" if target else ""
-    lines = [
-        "",
-        f"# {name.rpartition('/')[2]}",
-        "",
-        f"{title[0].upper()}{title[1:]}{of}, for speculative decoding: the drafter proposes several tokens, and the "
-        "target checks all of them in one forward pass. The text is the target's: the same tokens if it is greedy, "
-        "the same distribution if it samples.",
-        "",
-        "| setting | value |",
-        "|---|---|",
-        *(f"| {key} | {value} |" for key, value in rows.items()),
-        "",
-        "## Usage",
-        "",
-        f"With [transformers](https://github.com/huggingface/transformers) and hf_specdec ({INSTALLATION}):",
-        "",
-        "```python",
-        "import hf_specdec, transformers",
-        f'pipe = transformers.pipeline("text-generation", model={json.dumps(target or "path/to/target")}, '
-        f"speculative={json.dumps(name)})",
-        'print(pipe("Speculative decoding is")[0]["generated_text"])',
-        "```",
-        "",
-    ]
+    table = "\n".join(f"| {key} | {value} |" for key, value in rows.items())
+    model = json.dumps(target or "path/to/target")
+    text = f"""
+# {name.rpartition("/")[2]}
+
+{title[0].upper()}{title[1:]}{of}, for speculative decoding: the drafter proposes several tokens, and the \
+target checks all of them in one forward pass. The text is the target's: the same tokens if it is greedy, \
+the same distribution if it samples.
+
+| setting | value |
+|---|---|
+{table}
+
+## Usage
+
+With [transformers](https://github.com/huggingface/transformers) and hf_specdec ({INSTALLATION}):
+
+```python
+import hf_specdec, transformers
+pipe = transformers.pipeline("text-generation", model={model}, speculative={json.dumps(name)})
+print(pipe("Speculative decoding is")[0]["generated_text"])
+```
+"""
     for engine, key in (("vLLM", "vllm"), ("SGLang", "sglang")):
         if command := commands[key]:
-            lines += [f"With {engine}:", "", "```bash", command, "```", ""]
-    return "\n".join(lines)
+            text += f"\nWith {engine}:\n\n```bash\n{command}\n```\n"
+    return text
 
 
 def _at(repository: str, revision: str | None) -> str:

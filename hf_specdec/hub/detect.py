@@ -67,37 +67,39 @@ def known_formats() -> tuple[Format, ...]:
 def detect(files: RepoFiles, *, reads_pickles: bool = True) -> Detection:
     """What the checkpoint with these files is; of pickled weights, without `reads_pickles`, by its config."""
     with checkpoint_errors(files.name):
-        return _detected(files, reads_pickles)
-
-
-def _detected(files: RepoFiles, reads_pickles: bool) -> Detection:
-    row, weight_file, tensors, problems = _read(files, reads_pickles)
-    is_whole_model = is_language_model(row.method)
-    made_for = target_name(files.config) or target_in_card(files.card, is_whole_model)
-    needs, num_draft_tokens = TargetNeeds(made_for), None
-    reader = None
-    faults: list[str] = []
-    if tensors is not None:
-        with gathered(faults, files.name):
-            reader = row.reader(Header(files.name, files.config, tensors, weight_file))
+        row, weight_file, tensors, problems = _read(files, reads_pickles)
+        is_whole_model = is_language_model(row.method)
+        needs = TargetNeeds(target_name(files.config) or target_in_card(files.card, is_whole_model))
+        reader = num_draft_tokens = None
+        faults: list[str] = []
+        if tensors is not None:
             with gathered(faults, files.name):
-                reader.check()
-            needs = replace(reader.needs, name=needs.name)
-            num_draft_tokens = reader.num_draft_tokens
-    return Detection(
-        row.method,
-        row.name,
-        row.producer,
-        needs,
-        num_draft_tokens,
-        None if tensors is None else len(tensors),
-        files.sizes.get(weight_file) if tensors is None else tensors.num_bytes,
-        weight_file,
-        _layers_in_target(files, tensors) if is_whole_model else 0,
-        # Further ones follow from the first.
-        (*problems, *faults[:1]),
-        reader,
-    )
+                reader = row.reader(Header(files.name, files.config, tensors, weight_file))
+                with gathered(faults, files.name):
+                    reader.check()
+                needs = replace(reader.needs, name=needs.name)
+                num_draft_tokens = reader.num_draft_tokens
+        num_layers = 0
+        if is_whole_model:
+            # Beside those of the model, or in a file of their own.
+            extra = file_of_target_layers(files)
+            tables = (tensors, _tensors(files, extra)[0] if extra else None)
+            header = Header(files.name, files.config, ChainMap(*(table for table in tables if table is not None)))
+            num_layers = max(reader.count_in_target(header) for reader in _readers())
+        return Detection(
+            row.method,
+            row.name,
+            row.producer,
+            needs,
+            num_draft_tokens,
+            None if tensors is None else len(tensors),
+            files.sizes.get(weight_file) if tensors is None else tensors.num_bytes,
+            weight_file,
+            num_layers,
+            # Further ones follow from the first.
+            (*problems, *faults[:1]),
+            reader,
+        )
 
 
 @contextmanager
@@ -122,7 +124,7 @@ def detect_checkpoint(name: str | os.PathLike[str], **location: Any) -> Detectio
     return detect(RepoFiles(name, **location))
 
 
-def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
+def detect_method(config: SpeculativeConfig) -> str:
     """The method of the checkpoint `config.model`."""
     files = RepoFiles.of(config)
     # What else is wrong with it is for its loader to say.
@@ -132,20 +134,23 @@ def detect_method(config: SpeculativeConfig, target_config: Any = None) -> str:
 
 def _read(files: RepoFiles, reads_pickles: bool = True) -> tuple[Format, str | None, TensorTable | None, list[str]]:
     """The format, the weight file that its loader takes, the tensors in it, and what is wrong with the files."""
-    seen = files.first_of(_all_weight_files())
+    # All names that weights have in some format, the most telling first.
+    beside = [reader.target_files for reader in _readers() if reader.target_files]
+    own = [name for reader in _readers() for name in reader.weight_files if name not in (*beside, *WEIGHT_FILES)]
+    seen = files.first_of([*own, *WEIGHT_FILES, *beside])
     tensors, problems = _tensors(files, seen, reads_pickles)
     row = format_of(known_formats(), files.name, files.config, tensors)
     taken = files.first_of(row.reader.weight_files)
     if taken == seen:
         return row, seen, tensors, problems
     tensors, problems = _tensors(files, taken, reads_pickles)
-    own = format_of(known_formats(), files.name, files.config, tensors)
-    if own.method != row.method:
+    other = format_of(known_formats(), files.name, files.config, tensors)
+    if other.method != row.method:
         raise CheckpointFormatError(
             f"The method of '{files.name}' is ambiguous: {seen} is of the format {row.name} (method '{row.method}'), "
-            f"and {taken} of {own.name} (method '{own.method}'). Name the method with `spec_method`."
+            f"and {taken} of {other.name} (method '{other.method}'). Name the method with `spec_method`."
         )
-    return own, taken, tensors, problems
+    return other, taken, tensors, problems
 
 
 def _tensors(
@@ -169,23 +174,8 @@ def file_of_target_layers(files: RepoFiles) -> str | None:
     return files.first_of([reader.target_files for reader in _readers() if reader.target_files])
 
 
-def _layers_in_target(files: RepoFiles, tensors: TensorTable | None) -> int:
-    """Layers of a method that drafts with them, beside those of a whole model or in a file of their own."""
-    extra = file_of_target_layers(files)
-    tables = (tensors, _tensors(files, extra)[0] if extra else None)
-    header = Header(files.name, files.config, ChainMap(*(table for table in tables if table is not None)))
-    return max(reader.count_in_target(header) for reader in _readers())
-
-
 def _readers() -> list[type[CheckpointReader]]:
     return list(dict.fromkeys(row.reader for row in known_formats()))
-
-
-def _all_weight_files() -> list[str]:
-    """All names that weights have in some format, the most telling first."""
-    beside = [reader.target_files for reader in _readers() if reader.target_files]
-    own = [name for reader in _readers() for name in reader.weight_files if name not in (*beside, *WEIGHT_FILES)]
-    return [*own, *WEIGHT_FILES, *beside]
 
 
 def target_in_card(card: Mapping[str, Any], is_whole_model: bool) -> str | None:

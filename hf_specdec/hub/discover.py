@@ -48,24 +48,10 @@ from ..settings import AUTO, SpeculativeConfig
 from ..threads import cached_property
 from .candidate import FOUND, Candidate, rank, without
 from .detect import Detection, detect, known_formats
-from .inspect import (
-    has_mtp_layers,
-    is_repo_id,
-    is_same_checkpoint,
-    own_layer_problems,
-    target_problems,
-)
+from .inspect import has_mtp_layers, is_repo_id, is_same_checkpoint, own_layer_problems, target_problems
 from .published import CARD_KEY, CARD_NAME, config_of, saved_settings, settings_in_entry, target_entry
 from .target import WEIGHTS, Access, Target, work
-from .trust import (
-    PLACE_SETTINGS,
-    one_line,
-    owner_of,
-    sifted,
-    texts_in,
-    trusted_owners_of,
-    why_not_unasked,
-)
+from .trust import PLACE_SETTINGS, one_line, owner_of, sifted, texts_in, trusted_owners_of, why_not_unasked
 
 
 logger = logging.get_logger(__name__)
@@ -119,29 +105,25 @@ class Search:
         self._seen: set[tuple[Any, ...]] = set()
 
     def usable(self) -> Iterator[Candidate]:
-        """Yields usable drafters in the order of `rank`; a place is searched once those before it are exhausted."""
-        others = []
-        for place in _SEARCHES:
-            found = self._fit(self._found_in(place))
-            yield from sorted((candidate for candidate in found if candidate.is_trusted), key=rank)
-            others += [candidate for candidate in found if not candidate.is_trusted]
-        yield from sorted(others, key=rank)
+        """Yields usable drafters in the order of `rank`, and notes why the others are not.
 
-    def _fit(self, found: list[Candidate]) -> list[Candidate]:
-        """Keeps usable drafters and notes why the others are not."""
-        fitting = []
-        for candidate in found:
-            problems = candidate.problems
-            if self.method is not None and candidate.place == "none":
-                # Who names a method wants no other.
-                continue
-            if not problems and self.method not in (None, parts_of(candidate.method)[-1]):
-                problems = (f"It is for method='{candidate.method}'.",)
-            if problems:
-                self.rejected.append(f"{candidate.title}, {candidate.reason}: {' '.join(problems)}")
-            else:
-                fitting.append(candidate)
-        return fitting
+        A place is searched once those before it are exhausted.
+        """
+        others: list[Candidate] = []
+        for place in _SEARCHES:
+            fitting = []
+            # Who names a method wants no other.
+            for candidate in self._found_in(place) if self.method is None or place != "none" else ():
+                problems = candidate.problems
+                if not problems and self.method not in (None, parts_of(candidate.method)[-1]):
+                    problems = (f"It is for method='{candidate.method}'.",)
+                if problems:
+                    self.rejected.append(f"{candidate.title}, {candidate.reason}: {' '.join(problems)}")
+                else:
+                    fitting.append(candidate)
+            yield from sorted((candidate for candidate in fitting if candidate.is_trusted), key=rank)
+            others += [candidate for candidate in fitting if not candidate.is_trusted]
+        yield from sorted(others, key=rank)
 
     def all(self) -> list[Candidate]:
         """All of them in the order of `rank`, with those that cannot be used."""
@@ -189,29 +171,25 @@ class Search:
             # What the call or the environment rules out is refused before anything of it is read.
             if is_folder and place != "entry":
                 raise SpecConfigError("A folder here has the same name: name the one that you mean as `model`.")
-            reason = None if is_folder else why_not_unasked(name, self.trusted_owners)
-            if reason is not None:
+            if not is_folder and (reason := why_not_unasked(name, self.trusted_owners)) is not None:
                 raise SpecConfigError(reason)
-            return self._judged(candidate, access.files(name, **location))
+            files = access.files(name, **location)
+            found = detect(files, reads_pickles=False)
+            problems = [*found.problems, *target_problems(found, self.target.config)]
+            problems += self._reasons_not_to_choose(files, found, candidate)
+            settings, left_out = _own_settings(files, found.method)
+            return replace(
+                candidate,
+                method=found.method,
+                settings={**settings, **location},
+                format=found.format,
+                num_bytes=found.num_bytes,
+                num_draft_tokens=found.num_draft_tokens,
+                problems=tuple(one_line(problem, 500) for problem in problems),
+                left_out=left_out,
+            )
         except Exception as error:  # noqa: BLE001 - configs and weights of strangers may raise anything
             return replace(candidate, problems=(one_line(error, 500),))
-
-    def _judged(self, candidate: Candidate, files: RepoFiles) -> Candidate:
-        """The candidate with what its files say."""
-        found = detect(files, reads_pickles=False)
-        problems = [*found.problems, *target_problems(found, self.target.config)]
-        problems += self._reasons_not_to_choose(files, found, candidate)
-        settings, left_out = _own_settings(files, found.method)
-        return replace(
-            candidate,
-            method=found.method,
-            settings={**settings, **candidate.settings},
-            format=found.format,
-            num_bytes=found.num_bytes,
-            num_draft_tokens=found.num_draft_tokens,
-            problems=tuple(one_line(problem, 500) for problem in problems),
-            left_out=left_out,
-        )
 
     def _reasons_not_to_choose(self, files: RepoFiles, found: Detection, candidate: Candidate) -> Iterator[str]:
         """Reasons against choosing a loadable drafter that nobody has named."""
@@ -399,15 +377,10 @@ def _commit_with_weights(repository: CachedRepoInfo) -> str | None:
 
 def _on_hub(search: Search) -> Iterator[Candidate]:
     """Repositories of the Hub that say they are based on the target, and by tags or config are drafters."""
-    if search.is_offline:
-        search.notes.append(f"{FOUND['hub']}: it is offline")
-    elif search.target.repo_id is not None:
-        for listed in _listed_drafters(search, search.target.repo_id):
-            yield search.examined(listed.id, "hub", downloads=listed.downloads or 0, revision=listed.sha)
-
-
-def _listed_drafters(search: Search, base_model: str) -> list[ModelInfo]:
-    """Repositories based on a model that look like drafters, the most downloaded first; last those not allowed."""
+    base_model = search.target.repo_id
+    if search.is_offline or base_model is None:
+        search.notes += [f"{FOUND['hub']}: it is offline"] if search.is_offline else []
+        return
     found: dict[str, ModelInfo] = {}
     # However many others there are, those of trusted owners are among them.
     queries = [([], owner) for owner in list(search.owners.values())[:_MOST_OWNERS]]
@@ -419,10 +392,12 @@ def _listed_drafters(search: Search, base_model: str) -> list[ModelInfo]:
                 found[info.id] = info
 
     def order(info: ModelInfo) -> tuple[bool, bool, int]:
+        # The most downloaded first; last those not allowed.
         is_excluded = why_not_unasked(info.id, search.trusted_owners) is not None
         return is_excluded, owner_of(info.id).lower() not in search.owners, -(info.downloads or 0)
 
-    return sorted(found.values(), key=order)[: search.limit]
+    for info in sorted(found.values(), key=order)[: search.limit]:
+        yield search.examined(info.id, "hub", downloads=info.downloads or 0, revision=info.sha)
 
 
 def _listed(tags: list[str], owner: str | None, token: str | bool | None) -> list[ModelInfo]:

@@ -17,28 +17,11 @@ logger = logging.get_logger(__name__)
 
 # vLLM 0.33's keys of --speculative-config that a configuration may hold; it refuses all others.
 _VLLM_KEYS = frozenset(
-    {
-        "method",
-        "model",
-        "num_speculative_tokens",
-        "quantization",
-        "num_speculative_tokens_per_batch_size",
-        "max_model_len",
-        "revision",
-        "code_revision",
-        "enforce_eager",
-        "parallel_drafting",
-        "rejection_sample_method",
-        "draft_sample_method",
-        "prompt_lookup_min",
-        "prompt_lookup_max",
-        "suffix_decoding_max_tree_depth",
-        "suffix_decoding_max_cached_requests",
-        "suffix_decoding_max_spec_factor",
-        "suffix_decoding_min_token_prob",
-        "synthetic_acceptance_rates",
-        "synthetic_acceptance_length",
-    }
+    "method model num_speculative_tokens quantization num_speculative_tokens_per_batch_size max_model_len revision "
+    "code_revision enforce_eager parallel_drafting rejection_sample_method draft_sample_method prompt_lookup_min "
+    "prompt_lookup_max suffix_decoding_max_tree_depth suffix_decoding_max_cached_requests "
+    "suffix_decoding_max_spec_factor suffix_decoding_min_token_prob synthetic_acceptance_rates "
+    "synthetic_acceptance_length".split()
 )
 
 

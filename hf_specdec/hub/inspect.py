@@ -24,11 +24,6 @@ from .trust import one_line
 # The name of the embedded target.
 EMBEDDED = "demo"
 
-# Keys of transformers' configs for what a drafter must share with its target.
-HIDDEN_SIZE = ("hidden_size", "n_embd", "d_model")
-VOCAB_SIZE = ("vocab_size",)
-NUM_LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
-
 
 @dataclass(frozen=True)
 class Inspection:
@@ -122,7 +117,7 @@ _MOST_LAYERS = 1000
 
 def _loading_problems(settings: SpeculativeConfig, target_config: Mapping[str, Any], target: str) -> list[str]:
     """What the loader of a head in a folder says, in a sentence; the weights take no memory."""
-    if first_count(text_config(target_config), NUM_LAYERS) > _MOST_LAYERS:
+    if (sizes_in(target_config).num_hidden_layers or 0) > _MOST_LAYERS:
         return []
     try:
         config = AutoConfig.for_model(**target_config)
@@ -196,16 +191,13 @@ def is_same_checkpoint(name: str, other: str) -> bool:
 
 def target_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:
     """Reasons why a checkpoint cannot draft for the target with this `config.json`, in sentences."""
-    text, problems = text_config(config), []
+    sizes, problems = sizes_in(config), []
     if config.get("is_encoder_decoder") and found.target.hidden_size is not None:
         problems.append("The target is an encoder-decoder model, and it reads the states of decoder-only ones.")
-    sizes = TargetSizes(
-        "the target", *(first_count(text, keys) or None for keys in (HIDDEN_SIZE, VOCAB_SIZE, NUM_LAYERS))
-    )
     problems += [f"It {reason}." for reason in misfits(found.target, sizes)]
     rows = [row for row in known_formats() if row.method == found.method]
     row = next((row for row in rows if row.name == found.format), rows[0])
-    problems += row.reader.family_misfits(found.target, text)
+    problems += row.reader.family_misfits(found.target, text_config(config))
     is_known = None not in (sizes.hidden_size, sizes.vocab_size, sizes.num_hidden_layers)
     if found.reader is not None and is_known and not (problems or found.problems):
         with gathered(problems, found.reader.name):
@@ -219,7 +211,13 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return nested if isinstance(nested, Mapping) else config
 
 
-def first_count(config: Mapping[str, Any], keys: tuple[str, ...]) -> int:
-    """The first positive integer under one of these keys, 0 where there is none."""
-    values = map(config.get, keys)
-    return next((value for value in values if isinstance(value, int) and 0 < value < 2**40), 0)
+def sizes_in(config: Mapping[str, Any]) -> TargetSizes:
+    """The sizes of the target with this `config.json`, by the names that transformers' configs have for them."""
+    text = text_config(config)
+
+    def first_of(*keys: str) -> int | None:
+        values = map(text.get, keys)
+        return next((value for value in values if isinstance(value, int) and 0 < value < 2**40), None)
+
+    num_layers = first_of("num_hidden_layers", "n_layer", "num_layers")
+    return TargetSizes("the target", first_of("hidden_size", "n_embd", "d_model"), first_of("vocab_size"), num_layers)

@@ -15,8 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import HfApi, ModelCard, constants
-from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 from transformers import AutoTokenizer, PreTrainedModel
 
 from ..checkpoints.files import RepoFiles, read_of_repositories
@@ -47,22 +46,7 @@ def save_speculator(
     target: str | None = None,
     **card: Any,
 ) -> Path:
-    """Saves weights, settings and a card to a folder that loads again as `spec_model`.
-
-    Args:
-        speculator (`Speculator`): The drafter.
-        folder (`str` or `os.PathLike`): Made if needed. A card that is there keeps its text.
-        name (`str`, *optional*): Repo id for the card; `None`: the name of the folder.
-        target (`str`, *optional*): Repo id of the target for the card; `None`: where the target was loaded from.
-        card: `license`, `tags`, `base_model_relation`, `report` of [`make_card`].
-
-    Returns:
-        `Path` of the folder.
-
-    Raises:
-        SpecConfigError: The network has no format to be written in, or the card cannot be made.
-        CheckpointFormatError: The checkpoint that it was loaded from is damaged or gone.
-    """
+    """Saves weights, settings and a card to a folder, see [`Speculator.save_pretrained`]."""
     folder, config = Path(folder), speculator.config
     folder.mkdir(parents=True, exist_ok=True)
     _save_weights(speculator, folder)
@@ -91,25 +75,7 @@ def push_speculator(
     commit_message: str | None = None,
     **card: Any,
 ) -> str:
-    """Uploads what `save_speculator` saves.
-
-    Args:
-        speculator (`Speculator`): The drafter.
-        repo_id (`str`): The repository, made if needed. A card that it has keeps its text.
-        private (`bool`, *optional*): Of a new repository; `None`: the default of the account.
-        token (`str` or `bool`, *optional*): Access token; `None`: that of the login.
-        revision (`str`, *optional*): Branch, which must be there; `None`: main.
-        create_pr (`bool`, defaults to `False`): Open a pull request instead of writing to the branch.
-        commit_message (`str`, *optional*): Title of the commit.
-        card: `target`, `license`, `tags`, `base_model_relation`, `report`, see `save_speculator`.
-
-    Returns:
-        `str`: The address of the commit.
-
-    Raises:
-        SpecConfigError: As `save_speculator`, or `repo_id` is no valid id.
-        huggingface_hub.errors.HfHubHTTPError: The Hub refuses: no login, no rights.
-    """
+    """Uploads what `save_speculator` saves, see [`Speculator.push_to_hub`]."""
     api = _api(repo_id, token)
     with TemporaryDirectory() as folder:
         # Whether the repository can be written to is found out in time.
@@ -137,10 +103,7 @@ def push_folder(
 
 def _api(repo_id: str, token: str | bool | None) -> HfApi:
     """The Hub, once it is known that a repository can have this id."""
-    try:
-        validate_repo_id(repo_id)
-    except HFValidationError as error:
-        raise SpecConfigError(f"'{repo_id}' cannot be the id of a repository: {error}") from error
+    repository_name(repo_id, Path())
     return HfApi(endpoint=constants.ENDPOINT, token=token, library_name="hf_specdec", library_version=__version__)
 
 
@@ -187,7 +150,12 @@ def _save_weights(speculator: Speculator, folder: Path) -> None:
     # Of a whole model that has multi-token-prediction layers only these are wanted.
     if found and not (drafting_method(config.method).in_target_checkpoint and is_language_model(found.method)):
         # Its own format, and the small files beside it.
-        names = {name for name in files.sizes if _is_companion(name)}
+        names = {
+            name
+            for name in files.sizes
+            if any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)
+            and not ("/" in name or any(fnmatchcase(name, pattern) for pattern in _NOT_COMPANIONS))
+        }
         if config.trust_remote_code:
             names |= {name for name in files.sizes if name.endswith(".py")}
         if found.weight_file is not None:
@@ -209,8 +177,3 @@ def _save_weights(speculator: Speculator, folder: Path) -> None:
             f"A {type(network).__name__} cannot be saved: it has neither save() nor save_pretrained(). Save its "
             "weights yourself, and publish the folder with `hf-specdec publish`."
         )
-
-
-def _is_companion(name: str) -> bool:
-    is_other = "/" in name or any(fnmatchcase(name, pattern) for pattern in _NOT_COMPANIONS)
-    return not is_other and any(fnmatchcase(name, pattern) for pattern in _COMPANIONS)

@@ -19,7 +19,7 @@ from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigErr
 from ..method import is_method_name, takes_model
 from ..settings import CONFIG_NAME, SpeculativeConfig
 from ..settings.names import AUTO
-from .trust import PLACE_SETTINGS, believed, may_be_published, one_line, sifted
+from .trust import PLACE_SETTINGS, may_be_published, one_line, sifted, warn_of
 
 
 if TYPE_CHECKING:
@@ -61,7 +61,9 @@ def published_config(settings: Any, source: str, *, with_place: bool = False, **
     """The configuration of published settings, as far as a stranger's word counts; `place` is where the drafter is."""
     if isinstance(settings, str):
         settings = {"method": settings}
-    return config_of(believed(settings, source, with_place=with_place), source, **place)
+    settings, left_out = sifted(settings, source, with_place=with_place)
+    warn_of(left_out, source)
+    return config_of(settings, source, **place)
 
 
 def config_of(flat: dict[str, Any], source: str, **place: Any) -> SpeculativeConfig:
@@ -162,7 +164,8 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
             f"{source} names another drafter, '{one_line(elsewhere)}'. Settings beside a checkpoint cannot lead away "
             "from it: name that drafter in the call if you trust it."
         )
-    saved = believed(saved, source, with_place=is_pointer)
+    saved, left_out = sifted(saved, source, with_place=is_pointer)
+    warn_of(left_out, source)
     given = config.to_dict(secrets=True)
     asked = _shapes(given)
     if asked:

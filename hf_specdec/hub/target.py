@@ -10,7 +10,7 @@ from huggingface_hub import is_offline_mode
 
 from ..checkpoints.files import RepoFiles
 from ..settings import SpeculativeConfig
-from .inspect import HIDDEN_SIZE, NUM_LAYERS, VOCAB_SIZE, first_count, repo_id_of, text_config
+from .inspect import repo_id_of, sizes_in
 
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
@@ -88,13 +88,12 @@ class Target:
         if self.num_bytes is None:
             return None
         # Of a target that is spread over processes each knows its own part; its config knows the whole.
-        vocabulary = first_count(text_config(self.config), VOCAB_SIZE)
-        width = first_count(text_config(self.config), HIDDEN_SIZE)
-        by_config = 2 * (12 * work(self.config) + 2 * vocabulary * width)
+        sizes = sizes_in(self.config)
+        by_config = 2 * (12 * work(self.config) + 2 * (sizes.vocab_size or 0) * (sizes.hidden_size or 0))
         return max(int(max(self.num_bytes, by_config) * _MOST_SHARE), _LEAST_BOUND)
 
 
 def work(config: Mapping[str, Any]) -> int:
     """Work of a model per token, up to factors that most models have in common."""
-    sizes = text_config(config)
-    return first_count(sizes, NUM_LAYERS) * first_count(sizes, HIDDEN_SIZE) ** 2
+    sizes = sizes_in(config)
+    return (sizes.num_hidden_layers or 0) * (sizes.hidden_size or 0) ** 2

@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..errors import SpecConfigError
 from ..method import built_in_methods, parts_of
 from ..reading import plain_value
-from ..settings.names import AUTO, flattened, names_of, option_fields
+from ..settings.names import AUTO, flattened, option_names
 
 
 logger = logging.get_logger(__name__)
@@ -51,9 +51,7 @@ def may_be_published(method: str | None = None) -> set[str]:
     found = set(PUBLISHED_SETTINGS)
     built_in = [method.name for method in built_in_methods()]
     for part in built_in if method in (None, AUTO) else {method, *parts_of(method)}:
-        for item in option_fields(part):
-            if item.metadata.get("published"):
-                found |= names_of(item)
+        found |= {name for name, item in option_names(part).items() if item.metadata.get("published")}
     return found
 
 
@@ -78,13 +76,6 @@ def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dic
             raise SpecConfigError(f"{source} has the {name} '{one_line(flat[name])}', which leads elsewhere.")
     left_out = sorted(one_line(key, 40) for key, value in flat.items() if key not in names and value is not None)
     return {key: value for key, value in flat.items() if key in names}, tuple(left_out)
-
-
-def believed(settings: Any, source: str, *, with_place: bool = False) -> dict[str, Any]:
-    """Sifts as `sifted` does, with a warning about what is left out."""
-    found, left_out = sifted(settings, source, with_place=with_place)
-    warn_of(left_out, source)
-    return found
 
 
 def warn_of(left_out: tuple[str, ...], source: str) -> None:

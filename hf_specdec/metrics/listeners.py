@@ -15,7 +15,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from ..threads import Lock
-from .stats import SpecDecodingStats, StatsReader
+from .stats import SpecDecodingStats
 
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class CallProgress:
     def __init__(self, stats: SpecDecodingStats, observers: list[CallObserver]):
         self.observers = observers
         self.traces: list[CallTrace] = [observer.trace for observer in observers if observer.trace is not None]
-        self._reader = StatsReader(stats) if observers else None
+        self._stats, self._told = stats, SpecDecodingStats()
         self._cycle_began = 0.0
 
     def __enter__(self) -> CallProgress:
@@ -79,7 +79,8 @@ class CallProgress:
     def _tell(self, event: str, *details: float) -> None:
         if not self.observers:
             return
-        new = self._reader.read()
+        now = self._stats.copy()
+        new, self._told = now.since(self._told), now
         # Those that fail are taken out of the list.
         for observer in list(self.observers):
             try:

@@ -163,17 +163,26 @@ class SpecDecodingStats:
         counts = self.num_cycles_without_drafts
         counts[reason] = counts.get(reason, 0) + cycles
 
-    def add(self, other: SpecDecodingStats) -> None:
+    def add(self, other: SpecDecodingStats, times: int = 1) -> None:
         """Adds another's counts and seconds. What is no sum (method, notes, memory, ...) stays."""
+        # By the attributes' dicts, because listeners have it done in every cycle.
+        mine, theirs = vars(self), vars(other)
         for name in _SUMS:
-            setattr(self, name, getattr(self, name) + getattr(other, name))
+            mine[name] += times * theirs[name]
         for name in _LISTS:
-            mine, theirs = getattr(self, name), getattr(other, name)
-            mine.extend([0] * (len(theirs) - len(mine)))
-            for index, count in enumerate(theirs):
-                mine[index] += count
+            mine[name] = [a + times * b for a, b in zip_longest(mine[name], theirs[name], fillvalue=0)]
         for reason, count in other.num_cycles_without_drafts.items():
-            self.count_without_drafts(reason, count)
+            self.count_without_drafts(reason, times * count)
+
+    def since(self, earlier: SpecDecodingStats) -> SpecDecodingStats:
+        """The counts and seconds that were added to an earlier copy; what is no sum is not filled."""
+        new = SpecDecodingStats()
+        new.add(self)
+        new.add(earlier, times=-1)
+        new.num_cycles_without_drafts = {
+            reason: count for reason, count in new.num_cycles_without_drafts.items() if count
+        }
+        return new
 
     def copy(self) -> SpecDecodingStats:
         """The same, whatever is counted later."""
@@ -191,15 +200,7 @@ class SpecDecodingStats:
 
     def to_dict(self) -> dict[str, Any]:
         """All counts and rates as plain values, for JSON."""
-        derived = (
-            "is_lossless",
-            "acceptance_rate",
-            "draft_acceptance_rate",
-            "mean_acceptance_length",
-            "lookup_hit_rate",
-            "other_seconds",
-            "time_to_first_token",
-        )
+        derived = [name for name, member in vars(SpecDecodingStats).items() if isinstance(member, property)]
         return {**asdict(self), **{name: getattr(self, name) for name in derived}}
 
     def __str__(self) -> str:
@@ -220,32 +221,6 @@ _LISTS = ("num_drafts_per_depth", "num_accepted_tokens_per_pos")
 _NO_SUMS = ("num_spec_tokens", "cache_tokens", "cache_bytes", "peak_memory_bytes")
 _SUMS = tuple(item.name for item in fields(SpecDecodingStats) if item.type in ("int", "float"))
 _SUMS = tuple(name for name in _SUMS if name not in _NO_SUMS)
-
-
-class StatsReader:
-    """Reads a call's statistics bit by bit while the call fills them."""
-
-    def __init__(self, stats: SpecDecodingStats):
-        self.stats = stats
-        self._read = SpecDecodingStats()
-
-    def read(self) -> SpecDecodingStats:
-        """The counts and seconds that were added since the last time; what is no sum is not filled."""
-        difference = SpecDecodingStats()
-        # By the attributes' dicts, because this is done in every cycle.
-        now, before, new = vars(self.stats), vars(self._read), vars(difference)
-        for name in _SUMS:
-            new[name] = now[name] - before[name]
-            before[name] = now[name]
-        for name in _LISTS:
-            new[name] = [count - earlier for count, earlier in zip_longest(now[name], before[name], fillvalue=0)]
-            before[name] = now[name][:]
-        counted = self._read.num_cycles_without_drafts
-        for reason, count in self.stats.num_cycles_without_drafts.items():
-            if count != counted.get(reason, 0):
-                difference.count_without_drafts(reason, count - counted.get(reason, 0))
-                counted[reason] = count
-        return difference
 
 
 def _ratio(part: float, whole: float) -> float:

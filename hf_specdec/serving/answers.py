@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
-from ..metrics import SpecDecodingStats
 from .text import UNFINISHED
 from .tool_calls import ToolCall
 
@@ -37,19 +36,6 @@ def joined(parts: list[Part]) -> Part:
     """Several parts as one."""
     texts, tokens, calls = zip(*parts) if parts else ((), (), ())
     return Part("".join(texts), [*chain(*tokens)], [*chain(*calls)])
-
-
-def usage_of(num_prompt_tokens: int, num_tokens: int, stats: SpecDecodingStats) -> dict[str, Any]:
-    """`usage` of an answer: tokens, and what became of draft tokens."""
-    return {
-        "prompt_tokens": num_prompt_tokens,
-        "completion_tokens": num_tokens,
-        "total_tokens": num_prompt_tokens + num_tokens,
-        "completion_tokens_details": {
-            "accepted_prediction_tokens": stats.num_accepted_tokens,
-            "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
-        },
-    }
 
 
 class Form:

@@ -24,7 +24,7 @@ from transformers.utils import logging
 from ..metrics import prometheus
 from .answers import Form, Part, joined
 from .bodies import ChatBody, CompletionBody, GenerationBody
-from .service import RETRY_AFTER, UNAVAILABLE, Answer, RefusedError, Reply, Service, internal_error
+from .service import FAILED, RETRY_AFTER, UNAVAILABLE, Answer, RefusedError, Reply, Service
 
 
 logger = logging.get_logger(__name__)
@@ -72,7 +72,6 @@ def build_app(
     registry.register(_ServiceMetrics(service))
     prometheus_client.ProcessCollector(registry=registry)
 
-    app.add_middleware(_Failures)
     app.add_middleware(_Guard, api_key=api_key, hosts=hosts, max_body_bytes=service.limits.max_body_bytes)
     if origins:
         # Around the guard: browsers ask first without the key.
@@ -85,11 +84,11 @@ def build_app(
     @app.exception_handler(RequestValidationError)
     async def refuse_body(request: Request, error: RequestValidationError) -> JSONResponse:
         service.outcomes["refused"] += 1
-        return _error(RefusedError(400, _first_mistake(error), "invalid_request"))
+        return _error(RefusedError(400, _first_mistake(error)))
 
     @app.exception_handler(HTTPException)
     async def refuse_path(request: Request, error: HTTPException) -> JSONResponse:
-        return _error(RefusedError(error.status_code, str(error.detail), "invalid_request"))
+        return _error(RefusedError(error.status_code, str(error.detail)))
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat(body: ChatBody, request: Request) -> JSONResponse | StreamingResponse:
@@ -112,8 +111,7 @@ def build_app(
 
     @app.get("/health", response_model=None)
     async def health() -> JSONResponse:
-        status = service.status
-        if status == "ok":
+        if (status := service.status) == "ok":
             return JSONResponse({"status": status})
         return JSONResponse({"status": status, "message": UNAVAILABLE[status]}, 503)
 
@@ -133,6 +131,11 @@ async def _respond(service: Service, request: Request, body: GenerationBody) -> 
         response = await _unless_left(request, _answer(service, reply, body))
         # Who has left reads nothing.
         return response or JSONResponse(None)
+    except RefusedError:
+        raise
+    except Exception:
+        logger.exception("A request has failed.")
+        raise RefusedError(500, FAILED, "internal_error") from None
     finally:
         if not isinstance(response, _ReplyResponse):
             reply.close()
@@ -215,7 +218,9 @@ def _error(error: RefusedError) -> JSONResponse:
 
 def _error_body(error: RefusedError) -> dict[str, Any]:
     kind = _KINDS.get(error.status, "server_error" if error.status >= 500 else "invalid_request_error")
-    return {"error": {"message": error.message, "type": kind, "param": None, "code": error.code}}
+    # Names of fields may have halves of characters.
+    message = error.message.encode("utf-8", "replace").decode("utf-8")
+    return {"error": {"message": message, "type": kind, "param": None, "code": error.code}}
 
 
 def _first_mistake(error: RequestValidationError) -> str:
@@ -230,29 +235,6 @@ def _first_mistake(error: RequestValidationError) -> str:
     if found["type"] == "value_error":
         return message
     return "The body must be a JSON object, with the header `Content-Type: application/json`."
-
-
-class _Failures:
-    """Answers where the application has failed. The log says why, and the connection stays open."""
-
-    def __init__(self, app: Any):
-        self._app = app
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        has_begun = False
-
-        async def notice(message: Any) -> None:
-            nonlocal has_begun
-            has_begun = True
-            await send(message)
-
-        try:
-            await self._app(scope, receive, notice)
-        except Exception:
-            if has_begun or scope["type"] != "http":
-                raise
-            logger.exception("A request has failed.")
-            await _error(internal_error())(scope, receive, send)
 
 
 class _Guard:

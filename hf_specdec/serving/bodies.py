@@ -55,16 +55,15 @@ def _listed(value: Any) -> Any:
 
 def _prompts(value: Any) -> Any:
     """A prompt, or several, as a list of texts and lists of ids."""
-    if isinstance(value, str) or (isinstance(value, list) and all(type(one) is int for one in value)):
-        value = [value]
-    is_list = isinstance(value, list) and len(value) > 0
-    if not is_list or not all(_is_prompt(one) for one in value):
+
+    def is_prompt(one: Any) -> bool:
+        is_list = type(one) is list and all(type(token) is int for token in one)
+        return bool(one) and (isinstance(one, str) or is_list)
+
+    prompts = [value] if is_prompt(value) else value
+    if not isinstance(prompts, list) or not prompts or not all(map(is_prompt, prompts)):
         raise ValueError("it must be a text, a list of token ids, or a list of such prompts, none of them empty")
-    return value
-
-
-def _is_prompt(value: Any) -> bool:
-    return bool(value) and (isinstance(value, str) or (type(value) is list and all(type(one) is int for one in value)))
+    return prompts
 
 
 class StreamOptions(_Body):

@@ -26,7 +26,7 @@ from ..metrics import SpecDecodingStats
 from ..settings.checks import Options, setting
 from ..target_facts import vocabulary_size
 from ..threads import Recent
-from .answers import Part, ScoredToken, usage_of
+from .answers import Part, ScoredToken
 from .bodies import GenerationBody
 from .penalties import PenaltiesLogitsProcessor
 from .text import GrowingText
@@ -44,6 +44,8 @@ UNAVAILABLE = {
     "stopped": "The server has stopped.",
 }
 
+FAILED = "The server has failed at this request. See its log."
+
 # Those of twice the length may take half a minute to be compiled.
 _MOST_OF_A_GRAMMAR = 1 << 16
 
@@ -56,16 +58,11 @@ Result = TypeVar("Result")
 class RefusedError(Exception):
     """A request that gets no answer: the HTTP status, a message for the client, and the same as a word."""
 
-    def __init__(self, status: int, message: str, code: str):
+    def __init__(self, status: int, message: str, code: str = "invalid_request"):
         super().__init__(message)
         self.status: int = status
         self.message: str = message
         self.code: str = code
-
-
-def internal_error() -> RefusedError:
-    """The answer where the log has the reason."""
-    return RefusedError(500, "The server has failed at this request. See its log.", "internal_error")
 
 
 @dataclass(frozen=True)
@@ -178,16 +175,15 @@ class Service:
             return "starting"
         return "ok" if self.manager.is_running() else "stopped"
 
-    async def prepare(self, body: GenerationBody) -> Prepared:
-        """What a request's answers have in common; `RefusedError` where it cannot be read, or has no room for them."""
+    async def prepare(self, body: GenerationBody) -> tuple[list[Prepared], LogitsProcessor | None]:
+        """Its prompts, and what keeps answers in their form; `RefusedError` for those unreadable or without room."""
         loop = asyncio.get_running_loop()
-        prompts, lengths, echoes = await loop.run_in_executor(self._encoder, self._encode, body)
+        prompts = await loop.run_in_executor(self._encoder, self._encode, body)
         form = body.grammar
         compiled = None if form is None else await loop.run_in_executor(self._compiler, self._grammar, form)
-        return Prepared(prompts, lengths, echoes, compiled)
+        return prompts, compiled
 
-    def _encode(self, body: GenerationBody) -> tuple[list[list[int]], list[int], list[str]]:
-        """Tokens of the prompts, most tokens of their answers, and their texts where answers begin with them."""
+    def _encode(self, body: GenerationBody) -> list[Prepared]:
         try:
             prompts = [self.manager.encode(prompt) for prompt in body.prompts]
         except SpecConfigError as error:
@@ -199,16 +195,16 @@ class Service:
         num_tokens = vocabulary_size(self.manager.model)
         beyond = [token for token in body.logit_bias or () if int(token) >= num_tokens]
         if beyond:
-            raise RefusedError(400, f"`logit_bias`: {shown(beyond[0])} is no token of the model.", "invalid_request")
+            raise RefusedError(400, f"`logit_bias`: {shown(beyond[0])} is no token of the model.")
         size = len(json.dumps(body.grammar))
         if size > _MOST_OF_A_GRAMMAR:
-            message = f"The form of an answer has at most {_MOST_OF_A_GRAMMAR} characters, got {size}."
-            raise RefusedError(400, message, "invalid_request")
-        if not body.echoes:
-            return prompts, lengths, [""] * len(prompts)
+            raise RefusedError(400, f"The form of an answer has at most {_MOST_OF_A_GRAMMAR} characters, got {size}.")
+        echoes = body.prompts if body.echoes else [""] * len(prompts)
         decode = partial(self.manager.tokenizer.decode, skip_special_tokens=True)
-        given = zip(body.prompts, prompts)
-        return prompts, lengths, [prompt if isinstance(prompt, str) else decode(tokens) for prompt, tokens in given]
+        return [
+            Prepared(tokens, length, echo if isinstance(echo, str) else decode(tokens))
+            for tokens, length, echo in zip(prompts, lengths, echoes)
+        ]
 
     def _grammar(self, form: dict[str, Any]) -> LogitsProcessor:
         """The processor of a grammar, which requests share."""
@@ -220,8 +216,7 @@ class Service:
                 backend = "llguidance" if find_spec("llguidance") else None
                 processor = grammar(**form, tokenizer=self.manager.tokenizer, backend=backend)
             except (SpecConfigError, MissingDependencyError) as error:
-                message = f"The form of the answer cannot be kept: {error}"
-                raise RefusedError(400, message, "invalid_request") from error
+                raise RefusedError(400, f"The form of the answer cannot be kept: {error}") from error
             self._grammars.put(key, processor)
         return processor
 
@@ -241,36 +236,34 @@ class Service:
 
 
 class Prepared(NamedTuple):
-    """What the answers to a request have in common."""
+    """A prompt of a request."""
 
-    prompts: list[list[int]]
-    lengths: list[int]  # most tokens of the answers to each prompt
-    echoes: list[str]  # texts of the prompts, where answers begin with them, and empty ones elsewhere
-    grammar: LogitsProcessor | None  # keeps the answers in their form
+    tokens: list[int]
+    length: int  # most tokens of an answer
+    echo: str  # its text, where answers begin with it, and elsewhere an empty one
 
 
 class Reply:
     """The answer to a request, or several answers to each of its prompts."""
 
     def __init__(self, service: Service, body: GenerationBody):
-        self._service, self._body = service, body
+        self.service: Service = service
+        self.body: GenerationBody = body
         self._deadline = monotonic() + service.limits.timeout
-        self._news = asyncio.Event()  # an output has come, of any answer
+        self.news: asyncio.Event = asyncio.Event()  # an output has come, of any answer
         self._outcome: str | None = None  # "timeout" or "failed", once that is known
         self._is_closed, self._num_prompt_tokens = False, 0
         self.id: str = uuid.uuid4().hex
-        self.answers: list[Answer] = [
-            Answer(service, body, self.id, index, self._news) for index in range(body.num_answers)
-        ]
-        service.num_open += len(self.answers)
+        self.answers: list[Answer] = []
+        service.num_open += body.num_answers
 
     async def begin(self) -> None:
         """Adds the answers, and waits for their first tokens, or for all where they are not wanted in parts."""
         try:
-            prepared = await self._in_time(self._service.prepare(self._body))
-            self._num_prompt_tokens = sum(map(len, prepared.prompts))
-            for answer in self.answers:
-                answer.add(prepared)
+            prompts, form = await self._in_time(self.service.prepare(self.body))
+            self._num_prompt_tokens = sum(len(prompt.tokens) for prompt in prompts)
+            for index in range(self.body.num_answers):
+                self.answers.append(Answer(self, index, prompts, form))
             while any(answer.latest is None for answer in self.answers):
                 await self._hear_more()
         except RefusedError:
@@ -296,8 +289,8 @@ class Reply:
 
     async def _hear_more(self) -> None:
         """Waits for the next output of any answer; `RefusedError` where one has failed."""
-        await self._in_time(self._news.wait())
-        self._news.clear()
+        await self._in_time(self.news.wait())
+        self.news.clear()
         for answer in self.answers:
             if (failure := answer.failure()) is not None:
                 self._outcome = "failed"
@@ -311,7 +304,7 @@ class Reply:
                 return await waiting
         except TimeoutError:
             self._outcome = "timeout"
-            message = f"The answer has taken more than {self._service.limits.timeout:g} seconds."
+            message = f"The answer has taken more than {self.service.limits.timeout:g} seconds."
             raise RefusedError(504, message, "timeout") from None
 
     def usage(self) -> dict[str, Any]:
@@ -319,44 +312,48 @@ class Reply:
         outputs = [answer.latest for answer in self.answers]
         num_tokens = sum(len(output.generated_tokens) for output in outputs)
         stats = SpecDecodingStats.total(output.speculative for output in outputs)
-        return usage_of(self._num_prompt_tokens, num_tokens, stats)
+        return {
+            "prompt_tokens": self._num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": self._num_prompt_tokens + num_tokens,
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": stats.num_accepted_tokens,
+                "rejected_prediction_tokens": stats.num_draft_tokens - stats.num_accepted_tokens,
+            },
+        }
 
     def close(self, outcome: str = "left") -> None:
         """Gives the places to others. Answers that have not ended are given up: then it counts under `outcome`."""
         if self._is_closed:
             return
         self._is_closed = True
-        self._service.num_open -= len(self.answers)
-        if all(answer.finish_reason is not None for answer in self.answers):
+        self.service.num_open -= self.body.num_answers
+        if self.answers and all(answer.finish_reason is not None for answer in self.answers):
             outcome = "answered"
-        self._service.outcomes[self._outcome or outcome] += 1
+        self.service.outcomes[self._outcome or outcome] += 1
         for answer in self.answers:
             answer.give_up()
 
 
 class Answer:
-    """One answer, while it grows: number `index` of the reply of this id; it tells of `news`."""
+    """One answer of a reply, while it grows; `RefusedError` where the settings of the request are wrong."""
 
-    def __init__(self, service: Service, body: GenerationBody, reply_id: str, index: int, news: asyncio.Event):
-        self._service, self._body, self._news = service, body, news
-        self._name = f"{reply_id}-{index}"
+    def __init__(self, reply: Reply, index: int, prompts: list[Prepared], form: LogitsProcessor | None):
+        body, manager = reply.body, reply.service.manager
+        prompt, row = divmod(index, body.n or 1)
+        tokens, length, self._echo = prompts[prompt]
+        self._service, self._body, self._news = reply.service, body, reply.news
+        self._name = f"{reply.id}-{index}"
         self._shows_special = body.skip_special_tokens is False
-        self._text = GrowingText(service.manager.tokenizer, body.stop or [], self._shows_special)
-        self._echo = ""
+        self._text = GrowingText(manager.tokenizer, body.stop or [], self._shows_special)
         self._calls = ToolCallReader(body.told_tools) if body.told_tools else None
         self._num_scored, self._scored = 0, list[ScoredToken]()  # those whose text has not been shown
-        self._has_news = self._is_added = False
-        self._is_decoded = False  # no more outputs come
+        self._has_news = self._is_decoded = False  # decoded: no more outputs come
         self.index = index
         # Outputs hold all tokens so far: of a slow reader's the last one is enough.
         self.latest: SpeculativeGenerationOutput | None = None
         self.finish_reason: str | None = None  # "stop", "tool_calls" or "length", once all has been read
 
-    def add(self, prepared: Prepared) -> None:
-        """Adds it to those that are decoded; `RefusedError` where the settings of the request are wrong."""
-        manager, body = self._service.manager, self._body
-        prompt, row = divmod(self.index, body.n or 1)
-        tokens, length, self._echo = (values[prompt] for values in prepared[:3])
         settings = body.settings()
         if "seed" in settings:
             # Answers to one prompt are the rows of one call.
@@ -365,10 +362,10 @@ class Answer:
             settings |= self._service.endless
         penalties = body.frequency_penalty or 0.0, body.presence_penalty or 0.0
         processors = [PenaltiesLogitsProcessor(*penalties, len(tokens))] if any(penalties) else []
-        processors += [] if prepared.grammar is None else [prepared.grammar]
+        processors += [] if form is None else [form]
         if processors and manager.arguments.get("logits_processor"):
             message = "This server has logits processors of its own, beside which no penalty and no form can be kept."
-            raise RefusedError(400, message, "invalid_request")
+            raise RefusedError(400, message)
         if processors:
             settings["logits_processor"] = LogitsProcessorList(processors)
         manager.register_result_handler(self._name, self._hear)
@@ -377,8 +374,7 @@ class Answer:
         try:
             manager.add_request(tokens, self._name, length, streaming=bool(body.stream or self._text.stop), **settings)
         except SpecConfigError as error:
-            raise RefusedError(503 if not manager.is_running() else 400, str(error), "invalid_request") from error
-        self._is_added = True
+            raise RefusedError(503 if not manager.is_running() else 400, str(error)) from error
 
     def _hear(self, output: SpeculativeGenerationOutput | None) -> None:
         if output is None:
@@ -400,9 +396,9 @@ class Answer:
         if self._service.status == "failed":
             return RefusedError(503, UNAVAILABLE["failed"], "unavailable")
         if latest.is_refused:
-            return RefusedError(400, latest.error, "invalid_request")
+            return RefusedError(400, latest.error)
         logger.error(f"Request {self._name} has failed: {latest.error}")
-        return internal_error()
+        return RefusedError(500, FAILED, "internal_error")
 
     def read(self) -> Iterator[Part]:
         """What has come of the text since the last time."""
@@ -453,5 +449,5 @@ class Answer:
 
     def give_up(self) -> None:
         """Gives the place to others, if it has not ended."""
-        if self._is_added and not self._is_decoded:
+        if not self._is_decoded:
             self._service.manager.cancel_request(self._name)

@@ -52,8 +52,10 @@ class GrowingText:
             return min(found)[1]
         if is_last:
             return len(self._text)
-        longest = max(map(len, self.stop), default=1) - 1
-        for length in range(min(longest, len(self._text) - self._num_shown), 0, -1):
-            if any(stop.startswith(self._text[-length:]) for stop in self.stop):
-                return len(self._text) - length
-        return len(self._text)
+        return len(self._text) - num_open(self._text[self._num_shown :], self.stop)
+
+
+def num_open(text: str, marks: list[str]) -> int:
+    """Characters at the end of a text with which one of the marks may begin."""
+    lengths = range(min(max(map(len, marks), default=1) - 1, len(text)), 0, -1)
+    return next((length for length in lengths if any(mark.startswith(text[-length:]) for mark in marks)), 0)

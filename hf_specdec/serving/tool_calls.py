@@ -16,6 +16,8 @@ import json
 import uuid
 from typing import Any, NamedTuple
 
+from .text import num_open
+
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -68,21 +70,17 @@ class ToolCallReader:
             kept = self._held[:begin] if calls else self._held[:end]
             shown, self._held = shown + kept, self._held[end:]
             found += calls
-        certain = len(self._held) if is_last else self._certain()
+        if is_last:
+            certain = len(self._held)
+        else:
+            # Up to a call, or to what may become one.
+            certain = begin if begin >= 0 else len(self._held) - num_open(self._held, [_OPEN])
         shown, self._held = shown + self._held[:certain], self._held[certain:]
         shown, self._space = self._space + shown, ""
         if self.num_calls and not shown.strip():
             # Nothing but space stands beside calls.
             shown, self._space = "", shown
         return shown, found
-
-    def _certain(self) -> int:
-        """End of the text in front of a call, or of what may become one."""
-        begin = self._held.find(_OPEN)
-        if begin >= 0:
-            return begin
-        lengths = range(min(len(_OPEN) - 1, len(self._held)), 0, -1)
-        return len(self._held) - next((length for length in lengths if _OPEN.startswith(self._held[-length:])), 0)
 
     def _calls(self, values: list[Any]) -> list[ToolCall]:
         """Calls that all of the values are, or those of a list; none if one of them is something else."""

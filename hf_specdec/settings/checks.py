@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import MISSING, field, fields
 from functools import cache
 from numbers import Integral, Real
@@ -168,12 +169,20 @@ def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, alias
     fitting = next((item for item in types if _has_type(value, item)), None)
     if fitting is None:
         raise SpecConfigError(_wrong_type(types, name, value, bounds, aliases))
-    if not _is_within(value, fitting, bounds):
-        raise SpecConfigError(_out_of_bounds(fitting, name, value, bounds))
     kind = get_origin(fitting) or fitting
+    is_list = kind is tuple and bounds != _UNBOUNDED
+    number = kind if not is_list else int if get_args(fitting)[:1] == (int,) else float
+    numbers = value if is_list else (value,) if is_number(value) and kind is not Literal else ()
+    for item in numbers:
+        unlimited = math.inf if number is float or not is_int(item) else MOST_INTEGER
+        if not (_has_type(item, number) and bounds.allows(item, unlimited)):
+            raise SpecConfigError(_out_of_bounds(fitting, name, value, bounds))
+    if is_list and not 0 < len(value) <= MOST_DRAFT_TOKENS:
+        raise SpecConfigError(_out_of_bounds(fitting, name, value, bounds))
+    if is_list:
+        return tuple(_plain_number(item, number) for item in value)
     if kind is tuple:
-        number = _number_type(fitting)
-        return frozen(value) if bounds == _UNBOUNDED else tuple(_plain_number(item, number) for item in value)
+        return frozen(value)
     return _plain_number(value, kind) if kind in (int, float) else value
 
 
@@ -195,28 +204,10 @@ def _has_type(value: Any, hint: Any) -> bool:
     return kind not in _NOUNS or isinstance(value, kind)
 
 
-def _is_within(value: Any, hint: Any, bounds: Bounds) -> bool:
-    kind = get_origin(hint) or hint
-    if kind is Literal:
-        return True
-    if kind is tuple and bounds != _UNBOUNDED:
-        number = _number_type(hint)
-        is_valid = all(_has_type(item, number) and _is_within(item, number, bounds) for item in value)
-        return 0 < len(value) <= MOST_DRAFT_TOKENS and is_valid
-    return not is_number(value) or bounds.allows(
-        value, MOST_INTEGER if kind is not float and is_int(value) else math.inf
-    )
-
-
-def _number_type(hint: Any) -> type:
-    """Type of the numbers of a list that has bounds, `tuple[int, ...]` or any other `tuple`."""
-    return int if get_args(hint)[:1] == (int,) else float
-
-
 def _noun(hint: Any, bounds: Bounds) -> str:
     kind = get_origin(hint) or hint
     if kind is tuple and bounds != _UNBOUNDED:
-        return bounds.phrase("a list of integers" if _number_type(hint) is int else "a list of numbers")
+        return bounds.phrase(f"a list of {'integers' if get_args(hint)[:1] == (int,) else 'numbers'}")
     return bounds.phrase(_NOUNS[kind]) if kind in (int, float) else _NOUNS[kind]
 
 
@@ -240,14 +231,8 @@ def _wrong_type(types: tuple, name: str, value: Any, bounds: Bounds, aliases: Co
     if isinstance(value, str):
         if hint := did_you_mean(value, choices):
             return message + hint
-        if {int, float, bool} & set(types) and _is_json_number(value):
-            return f"{message} Write it without quotes."
+        if {int, float, bool} & set(types):
+            # A number, true or false, as JSON writes them.
+            with suppress(ValueError):
+                message += " Write it without quotes." if isinstance(parse_json(value.lower()), (int, float)) else ""
     return message
-
-
-def _is_json_number(text: str) -> bool:
-    """`True` for a text of what JSON writes without quotes: a number, true or false."""
-    try:
-        return isinstance(parse_json(text.lower()), (int, float))
-    except ValueError:
-        return False

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
@@ -22,17 +22,7 @@ from ..errors import SpecConfigError, is_access_token, shown
 from ..method import NO_DRAFTS, drafting_method, methods, takes_model
 from ..reading import reading_settings
 from ..threads import cached_property
-from .checks import (
-    MOST_DRAFT_TOKENS,
-    Bounds,
-    checked,
-    frozen,
-    hints_of,
-    is_json_value,
-    setting,
-    thawed,
-    types_of,
-)
+from .checks import MOST_DRAFT_TOKENS, Bounds, checked, frozen, hints_of, is_json_value, setting, thawed, types_of
 from .conflicts import check_combinations
 from .names import (
     AUTO,
@@ -45,20 +35,13 @@ from .names import (
     flattened,
     key_of,
     merged,
-    names_of,
     option_owners,
     options_class,
     options_in,
+    spellings_of,
     unknown_setting,
 )
-from .values import (
-    QUANTIZATION_ALIASES,
-    lengths_by_batch_size,
-    owners,
-    plain_path,
-    token_tree,
-    torch_name,
-)
+from .values import QUANTIZATION_ALIASES, lengths_by_batch_size, owners, plain_path, token_tree, torch_name
 
 
 CONFIG_NAME = "speculation_config.json"
@@ -290,8 +273,10 @@ class SpeculativeConfig:
 
     def for_method(self, method: str, **defaults: Any) -> SpeculativeConfig:
         """The settings of a configuration that named no method, as far as this one has them, above `defaults`."""
-        names = {name for item in options_in(options_class(method)) for name in names_of(item)}
-        names |= {item.name for item in _common_fields() if _concerns(item, method)}
+        names = {
+            *spellings_of(options_class(method)),
+            *(item.name for item in _common_fields() if _concerns(item, method)),
+        }
         settings = merged(defaults, {**self.to_dict(secrets=True), "method": method})
         return type(self)(**{key: value for key, value in settings.items() if key in names})
 
@@ -302,25 +287,15 @@ class SpeculativeConfig:
 
     def check_against_target(self, max_position_embeddings: int | None = None, num_heads: int | None = None) -> None:
         """Refuses settings beyond the target's context, or the heads of a method that drafts one token a head."""
-        k = self.fixed_length
-        longest = self.max_model_len
-        if num_heads is not None and k is not None and k > num_heads:
-            raise SpecConfigError(
-                f"`num_speculative_tokens`={k} is more than the {num_heads} heads of the {self.method} checkpoint. "
-                f"Use at most {num_heads}, or leave it out."
-            )
-        if max_position_embeddings is None:
-            return
-        if k is not None and k >= max_position_embeddings:
-            raise SpecConfigError(
-                f"`num_speculative_tokens`={k} does not fit the target's context of {max_position_embeddings} tokens. "
-                f"Use at most {max_position_embeddings - 1}."
-            )
-        if longest is not None and longest > max_position_embeddings:
-            raise SpecConfigError(
-                f"`max_model_len`={longest} is longer than the target's context of {max_position_embeddings} tokens. "
-                f"Use at most {max_position_embeddings}, or leave it out."
-            )
+        k, longest, positions = self.fixed_length, self.max_model_len, max_position_embeddings
+        context = f"the target's context of {positions} tokens"
+        for name, value, most, limit in (
+            ("num_speculative_tokens", k, num_heads, f"the {num_heads} heads of the {self.method} checkpoint"),
+            ("num_speculative_tokens", k, positions and positions - 1, f"fits {context}"),
+            ("max_model_len", longest, positions, context),
+        ):
+            if value is not None and most is not None and value > most:
+                raise SpecConfigError(f"`{name}`={value} is more than {limit}. Use at most {most}, or leave it out.")
 
     def to_dict(self, *, defaults: bool = False, secrets: bool = False) -> dict[str, Any]:
         """The flat settings as plain Python and JSON types. `from_dict` gives back an equal configuration.
@@ -329,10 +304,16 @@ class SpeculativeConfig:
             defaults (`bool`, defaults to `False`): Also settings that have their default value.
             secrets (`bool`, defaults to `False`): Also `token`, which must not get into files and logs.
         """
+        items = [item for item in _common_fields() if secrets or not item.metadata.get("is_secret")]
+        rows = [(item.name, getattr(self, item.name), item.default) for item in items]
+        if isinstance(self.options, PendingOptions):
+            # These have no defaults yet.
+            rows += [(key, value, MISSING) for key, value in self.options.values]
+        else:
+            options = options_in(self.options)
+            rows += [(key_of(item), getattr(self.options, item.name), default_of(item)) for item in options]
         return {
-            key: thawed(value)
-            for key, value, default in self._flat_items(secrets)
-            if defaults or default is MISSING or value != default
+            key: thawed(value) for key, value, default in rows if defaults or default is MISSING or value != default
         }
 
     @classmethod
@@ -401,18 +382,6 @@ class SpeculativeConfig:
 
     def __repr__(self) -> str:
         return f"SpeculativeConfig({', '.join(f'{key}={value!r}' for key, value in self.to_dict().items())})"
-
-    def _flat_items(self, secrets: bool = False) -> Iterator[tuple[str, Any, Any]]:
-        """Flat name, value and default of every setting; pending options have no default."""
-        for item in _common_fields():
-            if item.metadata.get("is_secret") and not secrets:
-                continue
-            yield item.name, getattr(self, item.name), item.default
-        if isinstance(self.options, PendingOptions):
-            yield from ((key, value, MISSING) for key, value in self.options.values)
-        else:
-            for option in options_in(self.options):
-                yield key_of(option), getattr(self.options, option.name), default_of(option)
 
     @property
     def is_to_be_found(self) -> bool:

@@ -6,7 +6,6 @@ settings of all methods or inside of `options`.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
@@ -53,10 +52,15 @@ def options_in(options: Any) -> list[Field[Any]]:
 
 def option_fields(method: str) -> list[Field[Any]]:
     """The fields of a method's own options; none of a method that does not exist."""
+    return list(dict.fromkeys(option_names(method).values()))
+
+
+def option_names(method: str) -> dict[str, Field[Any]]:
+    """The same by all names that they may be given by."""
     try:
-        return options_in(options_class(method))
+        return {name: item for name, (item, _) in spellings_of(options_class(method)).items()}
     except SpecDecError:
-        return []
+        return {}
 
 
 def key_of(item: Field[Any]) -> str:
@@ -95,7 +99,7 @@ def flattened(settings: Mapping[str, Any], method: str | None = None) -> dict[st
     method = flat.get("method") or method
     # What the method itself calls so, or any where it is open, is its own.
     known = [method] if isinstance(method, str) and method != AUTO else methods()
-    return respelled(flat, former.difference(*map(_option_names, known)))
+    return respelled(flat, former.difference(*map(option_names, known)))
 
 
 def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -110,30 +114,26 @@ def merged(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any
 
 def by_key(method: str, flat: Mapping[str, Any]) -> dict[str, Any]:
     """Settings with the options of a method under their flat names, whichever of their names was used."""
-    spellings = _spellings(options_class(method))
+    spellings = spellings_of(options_class(method))
     named: dict[str, Any] = {}
     for name, value in flat.items():
-        key, offset = spellings.get(name, (name, 0))
+        item, offset = spellings.get(name, (None, 0))
+        key = name if item is None else key_of(item)
         if key in named:
-            both = [f"`{other}`" for other in flat if spellings.get(other, (other, 0))[0] == key]
+            both = [f"`{other}`" for other in flat if other in spellings and spellings[other][0] is item]
             raise SpecConfigError(f"{' and '.join(both)} are two names of one setting. Keep one.")
         named[key] = value + offset if offset and is_int(value) else value
     return named
 
 
 @cache
-def _spellings(options_class: type[Any]) -> dict[str, tuple[str, int]]:
-    """By the names of a method's options beside the flat ones: the flat one, and what engines count less."""
-    spellings: dict[str, tuple[str, int]] = {}
-    for item in options_in(options_class):
-        for name, offset in {item.name: 0, **item.metadata.get("engine_names", {})}.items():
-            spellings[name] = key_of(item), offset
-    return spellings
-
-
-def names_of(item: Field[Any]) -> set[str]:
-    """The names that an option may be given by: its flat name, that of its field, and those of engines."""
-    return {key_of(item), item.name, *item.metadata.get("engine_names", ())}
+def spellings_of(options_class: type[Any]) -> dict[str, tuple[Field[Any], int]]:
+    """By flat name, name of the field, and those of engines: the option, and what engines count less."""
+    return {
+        name: (item, offset)
+        for item in options_in(options_class)
+        for name, offset in {key_of(item): 0, item.name: 0, **item.metadata.get("engine_names", {})}.items()
+    }
 
 
 def check_is_named(flat: Mapping[str, Any]) -> None:
@@ -143,9 +143,8 @@ def check_is_named(flat: Mapping[str, Any]) -> None:
     for key in flat.keys() - {"method", "model"}:
         if key in OTHER_NAMES:
             raise SpecConfigError(_called_otherwise(key))
-        close = difflib.get_close_matches(key, ("method", "model"), n=1) if len(key) < 100 else []
-        if close:
-            raise SpecConfigError(f"Unknown setting `{key}`. Did you mean `{close[0]}`?")
+        if hint := did_you_mean(key, ("method", "model")):
+            raise SpecConfigError(f"Unknown setting {shown(key)}.{hint}")
     raise SpecConfigError(
         "Speculation needs a method or a model, got neither. Name a `method` such as 'ngram', or a draft `model` from "
         "whose checkpoint the method is read."
@@ -174,14 +173,10 @@ def unknown_setting(method: str | None, key: str, options: Iterable[str], common
     return f"{whose} has no setting {shown(key)}.{hint}{listed} The settings of all methods are: {', '.join(common)}."
 
 
-def _option_names(method: str) -> set[str]:
-    return {name for item in option_fields(method) for name in names_of(item)}
-
-
 def option_owners() -> dict[str, list[str]]:
     """The methods that have an option, by its name; for messages, because it imports every method."""
     owners: dict[str, list[str]] = {}
     for method in methods():
-        for name in sorted(_option_names(method)):
+        for name in sorted(option_names(method)):
             owners.setdefault(name, []).append(method)
     return owners

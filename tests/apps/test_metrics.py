@@ -20,7 +20,6 @@ from hf_specdec import SpecDecodingStats, load_speculator, record
 from hf_specdec.control.controller import Choice, SpeculationController
 from hf_specdec.metrics import listeners
 from hf_specdec.metrics.listeners import CallObserver, Listener
-from hf_specdec.metrics.stats import StatsReader
 from tests.helpers.levels import full, in_full
 from tests.helpers.models import prompts, scripted_for
 from tests.helpers.threads import in_threads
@@ -201,22 +200,22 @@ CYCLES = st.tuples(st.integers(0, 9), st.integers(1, 4), st.integers(0, 4), st.s
 @full
 @given(st.lists(CYCLES, max_size=20), st.sets(st.integers(0, 19)))
 def test_what_is_read_bit_by_bit_adds_up(cycles, reads):
-    stats, total = SpecDecodingStats(), SpecDecodingStats()
-    reader = StatsReader(stats)
+    stats, total, told = SpecDecodingStats(), SpecDecodingStats(), SpecDecodingStats()
     for index, (nodes, depth, accepted, reason) in enumerate(cycles):
         stats.count(nodes, min(depth, nodes), min(accepted, depth, nodes), accepted + 1)
         if reason:
             stats.count_without_drafts(reason)
         if index in reads:
-            total.add(reader.read())
-    new = reader.read()
+            total.add(stats.since(told))
+            told = stats.copy()
+    new = stats.since(told)
     assert min(new.num_drafts_per_depth, default=0) >= 0
     assert all(new.num_cycles_without_drafts.values())
     total.add(new)
     assert asdict(total) == asdict(stats)
     zeros = [0] * len(stats.num_drafts_per_depth)
     padding = {"num_drafts_per_depth": zeros, "num_accepted_tokens_per_pos": zeros}
-    assert asdict(reader.read()) == {**asdict(SpecDecodingStats()), **padding}
+    assert asdict(stats.since(stats.copy())) == {**asdict(SpecDecodingStats()), **padding}
 
 
 def test_records_have_the_calls_inside(model):

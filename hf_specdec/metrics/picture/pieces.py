@@ -16,17 +16,7 @@ _BEFORE, _AFTER = 6, 4
 
 
 class Pieces:
-    """The texts of tokens.
-
-    A token of half a character has no text of its own; the token that completes the character has all of it. So the
-    texts of a row's tokens, joined, are the row's text.
-
-    Args:
-        tokenizer (`PreTrainedTokenizerBase`, *optional*): Decodes. `None`: tokens are shown by their numbers.
-
-    Raises:
-        SpecConfigError: `tokenizer` cannot decode.
-    """
+    """The texts of tokens, joined a row's text: the token that completes a character has all of it."""
 
     def __init__(self, tokenizer: Any = None):
         if tokenizer is not None and not callable(getattr(tokenizer, "decode", None)):
@@ -34,11 +24,8 @@ class Pieces:
                 f"`tokenizer` must be a tokenizer of transformers, with a method `decode`, got {shown(tokenizer)}."
             )
         self._tokenizer = tokenizer
+        self.shows_text: bool = tokenizer is not None
         self._decoded = lru_cache(maxsize=65536)(self._decode)
-
-    @property
-    def shows_text(self) -> bool:
-        return self._tokenizer is not None
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of several tokens."""

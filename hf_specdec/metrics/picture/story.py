@@ -21,12 +21,7 @@ ACCEPTED = "accepted"
 
 
 def story_of(call: CallRecord, pieces: Pieces) -> dict[str, Any]:
-    """Collects all that a page needs to know of a call whose trace has begun.
-
-    Args:
-        call (`CallRecord`): The call.
-        pieces (`Pieces`): The texts of its tokens.
-    """
+    """Collects all that a page needs to know of a call whose trace has begun."""
     stats, trace = call.stats, call.trace
     cycles = [trace.first, *trace.cycles]
     drafters = {row.drafter for cycle in cycles[1:] for row in cycle.rows if row.draft_tokens}
@@ -72,9 +67,13 @@ def _row_story(
     texts = iter(pieces.of_row(generated, prompt))
     told, told_steps = list(prompt), []
     for number, trace in steps:
-        who = [ACCEPTED] * trace.num_accepted + [own_token_of(trace)]
-        scores = [*trace.committed_scores, *[None] * len(trace.committed_tokens)]
         path = accepted_path(trace)
+        own = PLAIN if not trace.draft_tokens else CORRECTED if [-1, *path][-1] in trace.parents else BONUS
+        who = [ACCEPTED] * trace.num_accepted + [own]
+        scores = [*trace.committed_scores, *[None] * len(trace.committed_tokens)]
+        unknown = [None] * len(trace.draft_tokens)
+        node_scores = trace.draft_scores or unknown
+        sampled_with = [_number(value) for value in trace.draft_probs] or unknown
         nodes = pieces.of_draft(trace.draft_tokens, trace.parents, told)
         told_steps.append(
             {
@@ -86,7 +85,7 @@ def _row_story(
                 "nodes": [
                     [text, token, parent, *_score(score), sampled]
                     for text, token, parent, score, sampled in zip(
-                        nodes, trace.draft_tokens, trace.parents, *_padded(trace)
+                        nodes, trace.draft_tokens, trace.parents, node_scores, sampled_with
                     )
                 ],
                 "tokens": [
@@ -97,20 +96,6 @@ def _row_story(
         )
         told += trace.committed_tokens
     return {"prompt": pieces.text(prompt), "steps": told_steps}
-
-
-def _padded(trace: RowTrace) -> tuple[list, list]:
-    """The target's opinions and the drafter's probabilities of all nodes, `None` where they are not known."""
-    unknown = [None] * len(trace.draft_tokens)
-    return trace.draft_scores or unknown, [_number(value) for value in trace.draft_probs] or unknown
-
-
-def own_token_of(trace: RowTrace) -> str:
-    """Names the reason for which the token after the accepted ones is the target's own."""
-    if not trace.draft_tokens:
-        return PLAIN
-    path = accepted_path(trace)
-    return CORRECTED if (path[-1] if path else -1) in trace.parents else BONUS
 
 
 def accepted_path(trace: RowTrace) -> list[int]:

@@ -23,8 +23,7 @@ from .control import ControlProfile
 from .errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError, SpecDecError
 from .hub.candidate import Candidate
 from .hub.detect import detect_method
-from .hub.discover import Search
-from .hub.target import Access, Target
+from .hub.discover import Search, Target
 from .hub.trust import one_line, restrictions, warn_of
 from .loaded import Loaded, forget_records, holds, record_of
 from .method import (
@@ -153,9 +152,9 @@ def _load(
 def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Speculator:
     """The best drafter, maybe of one method, that is found for a target and that loads; it is searched for once."""
     config.check_can_be_found()
-    access = Access.of(config)
     drafting = None if config.method == AUTO else parts_of(config.method)[-1]
-    key = (drafting, access, config.dtype, config.device, config.quantization, config.trusted_owners, restrictions())
+    settings = ("token", "cache_dir", "local_files_only", "dtype", "device", "quantization", "trusted_owners")
+    key = (drafting, *(getattr(config, name) for name in settings), restrictions())
     record = record_of(target_model)
     with record.searching:
         if (chosen := record.chosen.get(key)) is not None:
@@ -166,7 +165,7 @@ def _load_found(target_model: torch.nn.Module, config: SpeculativeConfig) -> Spe
                 logger.info(f"Drafters are looked for again: {one_line(error)}")
         failures: dict[str, Exception] = {}
         target = Target.of_model(target_model)
-        search = Search(target, access, method=drafting, trusted_owners=config.trusted_owners)
+        search = Search(target, config)
         for candidate in search.usable():
             reason = _why_without_weights(search, failures) if candidate.place == "none" else candidate.reason
             if candidate.is_downloaded:

@@ -62,11 +62,13 @@ def inspect_command(
 
 
 def _list_drafters(name: str, revision: str | None, offline: bool, as_json: bool) -> None:
-    from ..hub import target as hub
-    from ..hub.discover import Search
+    from ..checkpoints.files import RepoFiles
+    from ..hub import discover
+    from ..settings import AUTO, SpeculativeConfig
 
-    access = hub.Access(local_files_only=offline)
-    search = Search(hub.Target.of_name(name, access, revision), access)
+    files = RepoFiles(name, revision=revision, local_files_only=offline)
+    settings = SpeculativeConfig(AUTO, local_files_only=offline)
+    search = discover.Search(discover.Target.of_files(files), settings)
     candidates = search.all()
     report = {"target": name, "candidates": [item.to_dict() for item in candidates], "notes": search.notes}
     show(report, as_json, lambda: _print_drafters(candidates, search.notes))

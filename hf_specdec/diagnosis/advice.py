@@ -20,8 +20,7 @@ from ..bench.decoders import PLAIN, STOCK, Decoder, load_decoders, with_baseline
 from ..bench.engine import Begin, measure, silently
 from ..bench.prompts import Batch
 from ..bench.report import make_report
-from ..hub.discover import Search
-from ..hub.target import Access, Target
+from ..hub.discover import Search, Target
 from ..hub.trust import one_line
 from ..machine import free_bytes
 from ..method import NO_DRAFTS, names_without_weights
@@ -144,7 +143,7 @@ class Choices:
 
     def search(self, *, local_files_only: bool = False, most: int = DEFAULT_MOST_DRAFTERS) -> None:
         """Adds the drafters that discovery finds, the best ranked first, and the methods without weights."""
-        search = Search(Target.of_model(self.model), Access(local_files_only=local_files_only))
+        search = Search(Target.of_model(self.model), SpeculativeConfig(AUTO, local_files_only=local_files_only))
         added = 0
         for candidate in search.all():
             if candidate.place == "none":

@@ -122,7 +122,7 @@ def make_card(
     engines = config
     if not config.speculative_token_tree and config.fixed_length is None:
         engines = config.replace(num_speculative_tokens=num_draft_tokens)
-    commands = {"vllm": vllm_command(engines, name, target), "sglang": sglang_command(engines, name, target)}
+    commands = {"vLLM": vllm_command(engines, name, target), "SGLang": sglang_command(engines, name, target)}
     is_whole_model = is_language_model(config.method)
     # A whole model has a base of its own.
     bases = texts_in(data.get("base_model")) if is_whole_model else []
@@ -136,7 +136,12 @@ def make_card(
     data["library_name"] = "transformers" if is_whole_model else "hf_specdec"
     data["pipeline_tag"] = "text-generation"
     kind = ["draft-model"] if takes_model(config.method) else []
-    own_tags = ["speculative-decoding", *kind, *parts_of(config.method), *filter(commands.get, commands)]
+    own_tags = [
+        "speculative-decoding",
+        *kind,
+        *parts_of(config.method),
+        *(engine.lower() for engine in commands if commands[engine]),
+    ]
     data["tags"] = list(dict.fromkeys([*texts_in(data.get("tags")), *own_tags, *tags]))
     if license is not None:
         data["license"] = license
@@ -237,8 +242,8 @@ pipe = transformers.pipeline("text-generation", model={model}, speculative={json
 print(pipe("Speculative decoding is")[0]["generated_text"])
 ```
 """
-    for engine, key in (("vLLM", "vllm"), ("SGLang", "sglang")):
-        if command := commands[key]:
+    for engine, command in commands.items():
+        if command:
             text += f"\nWith {engine}:\n\n```bash\n{command}\n```\n"
     return text
 

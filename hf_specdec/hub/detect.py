@@ -82,7 +82,7 @@ def detect(files: RepoFiles, *, reads_pickles: bool = True) -> Detection:
         num_layers = 0
         if is_whole_model:
             # Beside those of the model, or in a file of their own.
-            extra = file_of_target_layers(files)
+            extra = files.first_of([reader.target_files for reader in _readers() if reader.target_files])
             tables = (tensors, _tensors(files, extra)[0] if extra else None)
             header = Header(files.name, files.config, ChainMap(*(table for table in tables if table is not None)))
             num_layers = max(reader.count_in_target(header) for reader in _readers())
@@ -157,21 +157,13 @@ def _tensors(
     files: RepoFiles, weight_file: str | None, reads_pickles: bool = True
 ) -> tuple[TensorTable | None, list[str]]:
     """Names and shapes of the tensors where they can be had, and what is wrong with the files."""
+    problems: list[str] = []
     if weight_file is None:
-        return None, [f"'{files.name}' has no weights of a known name, such as {', '.join(WEIGHT_FILES[:2])}."]
-    if is_pickled(weight_file) and not reads_pickles:
-        return None, []
-    try:
-        return TensorTable(files, weight_file), []
-    except CheckpointAccessError:
-        raise
-    except CheckpointFormatError as error:
-        return None, [str(error)]
-
-
-def file_of_target_layers(files: RepoFiles) -> str | None:
-    """A file beside the weights of a whole model that holds layers of a method."""
-    return files.first_of([reader.target_files for reader in _readers() if reader.target_files])
+        problems.append(f"'{files.name}' has no weights of a known name, such as {', '.join(WEIGHT_FILES[:2])}.")
+    elif reads_pickles or not is_pickled(weight_file):
+        with gathered(problems, files.name):
+            return TensorTable(files, weight_file), problems
+    return None, problems
 
 
 def _readers() -> list[type[CheckpointReader]]:

@@ -16,15 +16,15 @@ weights, no code, no more bytes than the target has, and of allowed owners.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from huggingface_hub import CachedRepoInfo, ModelInfo, constants, get_session, scan_cache_dir
+from huggingface_hub import CachedRepoInfo, ModelInfo, constants, get_session, is_offline_mode, scan_cache_dir
 from huggingface_hub.utils import build_hf_headers, hf_raise_for_status
 from transformers import CONFIG_MAPPING
 from transformers.utils import logging
@@ -48,9 +48,8 @@ from ..settings import AUTO, SpeculativeConfig
 from ..threads import cached_property
 from .candidate import FOUND, Candidate, rank, without
 from .detect import Detection, detect, known_formats
-from .inspect import has_mtp_layers, is_repo_id, is_same_checkpoint, own_layer_problems, target_problems
+from .inspect import is_repo_id, is_same_checkpoint, own_layer_problems, repo_id_of, sizes_in, target_problems
 from .published import CARD_KEY, CARD_NAME, config_of, saved_settings, settings_in_entry, target_entry
-from .target import WEIGHTS, Access, Target, work
 from .trust import PLACE_SETTINGS, one_line, owner_of, sifted, texts_in, trusted_owners_of, why_not_unasked
 
 
@@ -64,6 +63,12 @@ DEFAULT_LIMIT = 8
 
 # Each token of a draft model costs about this share of a target's; beyond the last one it cannot pay.
 _MOST_DRAFT_WORK = 1 / 4
+
+# A drafter that nobody has named has at most this share of the target's bytes, or so many.
+_MOST_SHARE = 1 / 4
+_LEAST_BOUND = 2**20
+
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth")
 
 # Files that come along with a whole model.
 _BESIDE_WEIGHTS = (".json", ".txt", ".model", ".jinja")
@@ -82,27 +87,74 @@ _MOST_OWNERS = 4
 _LISTED_PROPERTIES = ["config", "downloads", "sha", "tags"]
 
 
-class Search:
-    """A search for the drafters of a target, maybe of one method, and maybe of some owners, alone."""
+@dataclass(frozen=True)
+class Target:
+    """A target's name, config, published entry and size."""
 
-    def __init__(
-        self,
-        target: Target,
-        access: Access | None = None,
-        limit: int = DEFAULT_LIMIT,
-        *,
-        method: str | None = None,
-        trusted_owners: Sequence[str] | None = None,
-    ):
-        self.target = target
-        self.access: Access = access or Access()
-        self.limit = limit
-        self.method = method
-        self.trusted_owners = trusted_owners
+    name: str  # repo id or folder; empty if it was not loaded from one
+    config: Mapping[str, Any]  # its `config.json`
+    revision: str | None = None  # branch, tag or commit of its repository
+    entry: Any = None  # `speculative` of its generation config
+    num_bytes: int | None = None  # of its weights
+
+    @classmethod
+    def of_model(cls, model: Any) -> Target:
+        """A loaded model."""
+        source = model.config
+        return cls(
+            str(getattr(source, "_name_or_path", None) or ""),
+            source.to_dict(),
+            getattr(source, "_commit_hash", None),
+            getattr(getattr(model, "generation_config", None), "speculative", None),
+            sum(weight.numel() * weight.element_size() for weight in model.parameters()),
+        )
+
+    @classmethod
+    def of_files(cls, files: RepoFiles) -> Target:
+        """A repository or folder."""
+        settings = files.read_json("generation_config.json") if "generation_config.json" in files else {}
+        sizes = [size for file, size in files.sizes.items() if file.endswith(WEIGHTS) and size]
+        return cls(files.name, files.config, files.revision, settings.get("speculative"), sum(sizes) or None)
+
+    @property
+    def repo_id(self) -> str | None:
+        """The target's id on the Hub, as far as its name tells."""
+        return repo_id_of(self.name)
+
+    @property
+    def most_draft_bytes(self) -> int | None:
+        """The most that the weights of a drafter which nobody has named may have; `None`: nothing tells."""
+        if self.num_bytes is None:
+            return None
+        # Of a target that is spread over processes each knows its own part; its config knows the whole.
+        sizes = sizes_in(self.config)
+        by_config = 2 * (12 * work(self.config) + 2 * (sizes.vocab_size or 0) * (sizes.hidden_size or 0))
+        return max(int(max(self.num_bytes, by_config) * _MOST_SHARE), _LEAST_BOUND)
+
+
+def work(config: Mapping[str, Any]) -> int:
+    """Work of a model per token, up to factors that most models have in common."""
+    sizes = sizes_in(config)
+    return (sizes.num_hidden_layers or 0) * (sizes.hidden_size or 0) ** 2
+
+
+class Search:
+    """A search for the drafters of a target that settings allow: with `method` for those of one method."""
+
+    def __init__(self, target: Target, config: SpeculativeConfig | None = None, limit: int = DEFAULT_LIMIT):
+        self.target: Target = target
+        self.config: SpeculativeConfig = config or SpeculativeConfig(AUTO)
+        self.limit: int = limit
+        self.method: str | None = None if self.config.method == AUTO else parts_of(self.config.method)[-1]
         self.notes: list[str] = []
         self.rejected: list[str] = []
-        self.owners: dict[str, str] = trusted_owners_of(target.repo_id, trusted_owners)
+        self.owners: dict[str, str] = trusted_owners_of(target.repo_id, self.config.trusted_owners)
         self._seen: set[tuple[Any, ...]] = set()
+
+    def files(self, name: str, **options: Any) -> RepoFiles:
+        """Files of a checkpoint, reached as the settings say; `options` are what else [`RepoFiles`] takes."""
+        access = {key: getattr(self.config, key) for key in ("token", "cache_dir", "local_files_only")}
+        return RepoFiles(name, **{**access, **options})
 
     def usable(self) -> Iterator[Candidate]:
         """Yields usable drafters in the order of `rank`, and notes why the others are not.
@@ -152,28 +204,29 @@ class Search:
     @cached_property
     def target_files(self) -> RepoFiles:
         """Files of the target."""
-        return self.access.files(self.target.name, revision=self.target.revision)
+        return self.files(self.target.name, revision=self.target.revision)
 
     @property
     def is_offline(self) -> bool:
         """Nothing can be asked of the Hub."""
-        return self.access.is_offline or (bool(self.target.name) and self.target_files.is_offline)
+        is_offline = self.config.local_files_only or is_offline_mode()
+        return is_offline or (bool(self.target.name) and self.target_files.is_offline)
 
     def examined(self, name: str, place: str, *, downloads: int = 0, **location: Any) -> Candidate:
         """A checkpoint that is said to be made for the target, as a candidate; `location`: revision, subfolder."""
         location = {key: value for key, value in location.items() if value}
         is_trusted = place == "entry" or owner_of(name).lower() in self.owners
         candidate = Candidate(None, name, place, location, downloads=downloads, is_trusted=is_trusted)
-        # Of one in the cache nothing is asked of the Hub.
-        access = self.access.offline if place == "cache" else self.access
         is_folder = os.path.isdir(name)
         try:
             # What the call or the environment rules out is refused before anything of it is read.
             if is_folder and place != "entry":
                 raise SpecConfigError("A folder here has the same name: name the one that you mean as `model`.")
-            if not is_folder and (reason := why_not_unasked(name, self.trusted_owners)) is not None:
+            if not is_folder and (reason := why_not_unasked(name, self.config.trusted_owners)) is not None:
                 raise SpecConfigError(reason)
-            files = access.files(name, **location)
+            # Of one in the cache nothing is asked of the Hub.
+            is_local = self.config.local_files_only or place == "cache"
+            files = self.files(name, local_files_only=is_local, **location)
             found = detect(files, reads_pickles=False)
             problems = [*found.problems, *target_problems(found, self.target.config)]
             problems += self._reasons_not_to_choose(files, found, candidate)
@@ -248,7 +301,7 @@ class Search:
                 raise SpecConfigError(f"{_ENTRY} names the method '{config.method}', and it is {found.method}'s.")
             # With the method it is known what its settings are.
             method = config.method or found.method
-            settings = _settings_of(config_of({**settings, "method": method}, _ENTRY))
+            settings = _settings_of(config.replace(method=method))
             left_out = tuple(dict.fromkeys((*left_out, *found.left_out)))
             return [replace(found, method=method, settings={**found.settings, **settings}, left_out=left_out)]
         except SpecConfigError as error:
@@ -272,7 +325,7 @@ class Search:
         """Downloads the card of a drafter that was taken from the Hub: offline it is found by that."""
         if candidate.place == "hub":
             with suppress(CheckpointFormatError, OSError):
-                files = self.access.files(candidate.model, revision=candidate.settings.get("revision"))
+                files = self.files(candidate.model, revision=candidate.settings.get("revision"))
                 if (files.sizes.get(CARD_NAME) or MAX_CONFIG_BYTES) < MAX_CONFIG_BYTES:
                     files.path(CARD_NAME)
 
@@ -317,8 +370,9 @@ def discover_drafters(
     Raises:
         CheckpointFormatError: The target has no readable `config.json`.
     """
-    access = Access(token, None if cache_dir is None else os.fspath(cache_dir), local_files_only)
-    return Search(Target.of_name(os.fspath(target), access, revision), access, limit).all()
+    access = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
+    files = RepoFiles(target, revision=revision, **access)
+    return Search(Target.of_files(files), SpeculativeConfig(AUTO, **access), limit).all()
 
 
 # ---------------------------------------------------------------------------------------------------------- the places
@@ -332,9 +386,8 @@ def _in_target(search: Search) -> Iterator[Candidate]:
         # Who asks for them hears from their loader what is wrong with them.
         yield Candidate(own, None, "target", is_trusted=True)
     elif target.name:
-        files = search.target_files
-        found = detect(files, reads_pickles=False)
-        if has_mtp_layers(files, found):
+        found = detect(search.target_files, reads_pickles=False)
+        if found.mtp_layers:
             length = found.mtp_layers if found.mtp_layers > 1 else None
             problems = tuple(own_layer_problems(found, target.config))
             about = {"format": found.format, "num_draft_tokens": length, "problems": problems}
@@ -352,13 +405,13 @@ def _in_cache(search: Search) -> Iterator[Candidate]:
     """Offline: repositories in the local cache that say they are based on the target, and are drafters."""
     if search.target.repo_id is None or not search.is_offline:
         return
-    cache = Path(search.access.cache_dir or constants.HF_HUB_CACHE)
+    cache = Path(search.config.cache_dir or constants.HF_HUB_CACHE)
     repositories = scan_cache_dir(cache).repos if cache.is_dir() else ()
     for repository in sorted(repositories, key=lambda repository: repository.repo_id):
         name, commit = repository.repo_id, _commit_with_weights(repository)
         if repository.repo_type != "model" or commit is None or not is_repo_id(name):
             continue
-        files = search.access.offline.files(name, revision=commit)
+        files = search.files(name, revision=commit, local_files_only=True)
         with suppress(CheckpointFormatError):
             bases = {base.lower() for base in texts_in(files.card.get("base_model"))}
             if search.target.repo_id.lower() in bases and _is_drafter(texts_in(files.card.get("tags")), files.config):
@@ -386,14 +439,14 @@ def _on_hub(search: Search) -> Iterator[Candidate]:
     queries = [([], owner) for owner in list(search.owners.values())[:_MOST_OWNERS]]
     queries += [([tag], None) for tag in _TAGS_ASKED_FOR]
     for tags, owner in [*queries, ([], None)]:
-        for info in _listed([f"base_model:{base_model}", *tags], owner, search.access.token):
+        for info in _listed([f"base_model:{base_model}", *tags], owner, search.config.token):
             is_quantised = f"base_model:quantized:{base_model}" in (info.tags or ())
             if is_repo_id(info.id) and not is_quantised and _is_drafter(info.tags or (), info.config or {}):
                 found[info.id] = info
 
     def order(info: ModelInfo) -> tuple[bool, bool, int]:
         # The most downloaded first; last those not allowed.
-        is_excluded = why_not_unasked(info.id, search.trusted_owners) is not None
+        is_excluded = why_not_unasked(info.id, search.config.trusted_owners) is not None
         return is_excluded, owner_of(info.id).lower() not in search.owners, -(info.downloads or 0)
 
     for info in sorted(found.values(), key=order)[: search.limit]:

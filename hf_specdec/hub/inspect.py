@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ from ..checkpoints.header import TargetNeeds, TargetSizes, misfits
 from ..errors import SpecConfigError, SpecDecError
 from ..method import is_language_model, own_layers_method, resolve_candidate_generator
 from ..settings import SpeculativeConfig
-from .detect import Detection, about_it, detect, file_of_target_layers, gathered, known_formats
+from .detect import Detection, about_it, detect, gathered, known_formats
 from .trust import one_line
 
+
+_line = partial(one_line, most=500)
 
 # The name of the embedded target.
 EMBEDDED = "demo"
@@ -81,7 +84,7 @@ def inspect_checkpoint(
     # For people to read, and written by anybody.
     named = None if found.target.name is None else one_line(found.target.name)
     found = replace(found, target=replace(found.target, name=named), problems=tuple(map(_line, found.problems)))
-    has_layers = has_mtp_layers(files, found)
+    has_layers = found.mtp_layers > 0
     hint = _OWN_LAYERS.format(own_layers_method().name) if has_layers else None
     if target is None:
         return Inspection(str(name), found, None, found.problems, hint)
@@ -133,15 +136,6 @@ def _loading_problems(settings: SpeculativeConfig, target_config: Mapping[str, A
     return []
 
 
-def _line(text: str) -> str:
-    return one_line(text, 500)
-
-
-def has_mtp_layers(files: RepoFiles, found: Detection) -> bool:
-    """True where a whole model has layers to draft with, maybe in a file of their own."""
-    return is_language_model(found.method) and bool(found.mtp_layers or file_of_target_layers(files))
-
-
 def own_layer_problems(found: Detection, config: Mapping[str, Any]) -> list[str]:
     """Reasons why such layers of a target with this `config.json` cannot draft for it."""
     return target_problems(replace(found, method=own_layers_method().name, target=TargetNeeds()), config)
@@ -156,7 +150,7 @@ def method_for_target(config: SpeculativeConfig, method: str, target_config: Any
         return method
     files = RepoFiles.of(config)
     found = detect(files)
-    problems = own_layer_problems(found, files.config) if has_mtp_layers(files, found) else [_ITSELF.format(own)]
+    problems = own_layer_problems(found, files.config) if found.mtp_layers else [_ITSELF.format(own)]
     if problems:
         raise SpecConfigError(" ".join(problems))
     return own_layers_method().name

@@ -43,10 +43,8 @@ class IntervalLog(Listener, CallObserver):
     def end_cycle(self, new: SpecDecodingStats, seconds: float) -> None:
         with self._lock:
             self._sums.add(new)
-            is_over = perf_counter() - self._began >= self.seconds
-            line = self._end_interval() if is_over else None
-        if line is not None:
-            logger.info(line)
+            if perf_counter() - self._began >= self.seconds:
+                self._end_interval()
 
     def end_call(self, new: SpecDecodingStats) -> None:
         with self._lock:
@@ -57,20 +55,18 @@ class IntervalLog(Listener, CallObserver):
         """Logs what has been generated since the last line, if anything was, and nothing from then on."""
         self.seconds: float = math.inf
         with self._lock:
-            line = self._end_interval() if self._sums.num_committed_tokens else None
-        if line is not None:
-            logger.info(line)
+            if self._sums.num_committed_tokens:
+                self._end_interval()
 
     def _begin_interval(self) -> None:
         self._sums = SpecDecodingStats()
         self._began = perf_counter()
         self._busy_seconds = 0.0
 
-    def _end_interval(self) -> str:
+    def _end_interval(self) -> None:
         self._count_seconds()
-        line = log_line(self._sums, self._busy_seconds)
+        logger.info(log_line(self._sums, self._busy_seconds))
         self._begin_interval()
-        return line
 
     def _count_seconds(self) -> None:
         """Adds the time since the last look, if calls ran."""

@@ -90,10 +90,9 @@ class Bounds(NamedTuple):
         least, most, inclusive = self
         if least is None and most is None:
             return noun
-        if most is None:
-            return f"{noun} of at least {least}" if inclusive else f"{noun} above {least}"
-        if least is None:
-            return f"{noun} of at most {most}" if inclusive else f"{noun} below {most}"
+        if least is None or most is None:
+            below, above = ("of at most", "of at least") if inclusive else ("below", "above")
+            return f"{noun} {below} {most}" if least is None else f"{noun} {above} {least}"
         return f"{noun} from {least} to {most}" if inclusive else f"{noun} between {least} and {most}"
 
 

@@ -9,10 +9,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, cli
-from hf_specdec.hub import discover, discover_drafters
+from hf_specdec.hub import RepoFiles, discover, discover_drafters
 from hf_specdec.hub.candidate import PLACES, Candidate, rank
-from hf_specdec.hub.discover import Search
-from hf_specdec.hub.target import Access, Target
+from hf_specdec.hub.discover import Search, Target
 from hf_specdec.method import preferred_methods
 from hf_specdec.settings import AUTO
 from tests.helpers.drafters import ANYTHING, DFLASH, EAGLE, FIXTURES, card_of, entry_of
@@ -26,8 +25,7 @@ PREFERRED = [method.name for method in preferred_methods() if not (method.needs_
 
 
 def search_for(name="user/target", limit=discover.DEFAULT_LIMIT, **access):
-    access = Access(**access)
-    return Search(Target.of_name(str(name), access), access, limit)
+    return Search(Target.of_files(RepoFiles(name, **access)), SpeculativeConfig("auto", **access), limit)
 
 
 def found_by(search):
@@ -155,7 +153,7 @@ def test_owner_of_the_target_and_trusted_ones_come_first(add, monkeypatch):
     monkeypatch.setenv("HF_SPECDEC_TRUSTED_OWNERS", "friend,user")
     assert set(models_found()) == {"user/head", "friend/head"}
     monkeypatch.delenv("HF_SPECDEC_TRUSTED_OWNERS")
-    search = Search(search_for().target, trusted_owners=["friend", "evil"])
+    search = Search(search_for().target, SpeculativeConfig("auto", trusted_owners=["friend", "evil"]))
     assert next(search.usable()).origin["owner"] == "evil"
 
 
@@ -188,7 +186,7 @@ def test_drafters_must_be_small(add, hub, tmp_path, monkeypatch):
     assert "of the target's work" in why_not("user/large")
     assert "user/quantised" not in [item.model for item in search_for().all()]
     # Of at most a quarter of the target's size.
-    monkeypatch.setattr("hf_specdec.hub.target._LEAST_BOUND", 0)
+    monkeypatch.setattr("hf_specdec.hub.discover._LEAST_BOUND", 0)
     size = (EAGLE / "target" / "model.safetensors").stat().st_size // 4
     weights = (EAGLE / "model.safetensors").read_bytes()
     add("user/huge", files={"model.safetensors": weights + bytes(size - len(weights) + 8192)})

@@ -72,7 +72,9 @@ def sifted(settings: Any, source: str, *, with_place: bool = False) -> tuple[dic
     method = flat.get("method")
     names = may_be_published(method if isinstance(method, str) else None) | set(PLACE_SETTINGS if with_place else ())
     for name in ("revision", "subfolder") if with_place else ():
-        if isinstance(flat.get(name), str) and not _is_plain(flat[name]):
+        # Paths stay inside of their repository.
+        place = flat.get(name) if isinstance(flat.get(name), str) else ""
+        if place.startswith("/") or ".." in place.split("/") or set(place) & set("\\:\0"):
             raise SpecConfigError(f"{source} has the {name} '{one_line(flat[name])}', which leads elsewhere.")
     left_out = sorted(one_line(key, 40) for key, value in flat.items() if key not in names and value is not None)
     return {key: value for key, value in flat.items() if key in names}, tuple(left_out)
@@ -85,11 +87,6 @@ def warn_of(left_out: tuple[str, ...], source: str) -> None:
             f"{source}: {', '.join(left_out[:8])}{', ...' if len(left_out) > 8 else ''} left out. Settings that come "
             "with a model say the shape of drafts and nothing else; what you want of these, pass in the call."
         )
-
-
-def _is_plain(path: str) -> bool:
-    """Tells a path that stays inside of its repository."""
-    return not (path.startswith("/") or ".." in path.split("/") or set(path) & set("\\:\0"))
 
 
 # ----------------------------------------------------------------------------------------------------------- drafters

@@ -329,23 +329,15 @@ class Message(_Body):
         return {"role": self.role, "content": text, **further}
 
 
-class ToolChoice(_Body):
+_CHOICES = ("auto", "none", "required")
+
+
+def _choice(value: Any) -> Any:
     """Which tool is called: OpenAI's words, or a function by name."""
-
-    type: Literal["auto", "none", "required", "function"]
-    function: Function | None = None
-
-    @model_validator(mode="after")
-    def check(self) -> ToolChoice:
-        if (self.type == "function") != (self.function is not None):
-            raise ValueError('it is "auto", "none", "required" or {"type": "function", "function": {"name": ...}}')
-        return self
-
-
-def _as_choice(value: Any) -> Any:
-    if value is None:
-        return {"type": "auto"}
-    return {"type": value} if isinstance(value, str) else value
+    is_named = isinstance(value, dict) and value.get("type") == "function" and "function" in value
+    if not (value is None or is_named or (isinstance(value, str) and value in _CHOICES)):
+        raise ValueError('it is "auto", "none", "required" or {"type": "function", "function": {"name": ...}}')
+    return value
 
 
 _CLOSED = {"additionalProperties": False}
@@ -368,7 +360,7 @@ class ChatBody(GenerationBody):
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=20)
     tools: list[Tool] | None = Field(None, max_length=128)
-    tool_choice: Annotated[ToolChoice, BeforeValidator(_as_choice)] = ToolChoice(type="auto")
+    tool_choice: Annotated[Tool | str | None, BeforeValidator(_choice)] = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -384,7 +376,7 @@ class ChatBody(GenerationBody):
             if self._forms:
                 raise ValueError("a form of the answer and a `tool_choice` that demands a call exclude each other")
             _ = self.grammar  # says what is wrong with the tools
-        elif self.tool_choice.type != "none" and any(tool.function.strict for tool in self.tools or ()):
+        elif self.tool_choice != "none" and any(tool.function.strict for tool in self.tools or ()):
             _tell_ignored("strict", 'without the `tool_choice` "required", or a function by name, ')
         return self
 
@@ -406,17 +398,17 @@ class ChatBody(GenerationBody):
 
     @property
     def _must_call(self) -> bool:
-        return self.tool_choice.type in ("required", "function")
+        return self.tool_choice == "required" or isinstance(self.tool_choice, Tool)
 
     @property
     def _callable(self) -> list[Function]:
         """Functions of which one is called."""
-        named = self.tool_choice.function
-        return [tool.function for tool in self.tools or () if named is None or tool.function.name == named.name]
+        named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
+        return [tool.function for tool in self.tools or () if named in (None, tool.function.name)]
 
     @property
     def told_tools(self) -> list[dict[str, Any]]:
-        tools = () if self.tool_choice.type == "none" else self.tools or ()
+        tools = () if self.tool_choice == "none" else self.tools or ()
         return [tool.model_dump(exclude_none=True) for tool in tools]
 
     @property

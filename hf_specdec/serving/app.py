@@ -144,7 +144,7 @@ async def _respond(service: Service, request: Request, body: GenerationBody) -> 
 async def _answer(service: Service, reply: Reply, body: GenerationBody) -> JSONResponse | StreamingResponse:
     await reply.begin()
     is_chat = isinstance(body, ChatBody)
-    text_of = None if body.num_top_logprobs is None else lambda token: service.manager.tokenizer.decode([token])
+    text_of = None if body.wanted.num_top_logprobs is None else lambda token: service.manager.tokenizer.decode([token])
     form = Form(f"{'chatcmpl' if is_chat else 'cmpl'}-{reply.id}", service.name, is_chat, text_of)
     if body.stream:
         with_usage = body.stream_options is not None and bool(body.stream_options.include_usage)

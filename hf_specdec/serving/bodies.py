@@ -7,7 +7,9 @@ others have no meaning here and are ignored; the log says so once.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 from transformers.utils import logging
@@ -122,6 +124,18 @@ _THE_DRAFTER = 'The drafter is chosen when the server starts; a request may say 
 _PLAINLY = "Leave it out."
 
 
+class Wanted(NamedTuple):
+    """What a request asks for, whichever its kind."""
+
+    prompts: list[Any]  # in a form that the manager takes
+    length: int | None  # most tokens of an answer
+    num_top_logprobs: int | None  # most probable tokens with log-probabilities; `None` if none at all are wanted
+    grammar: dict[str, Any] | None  # what an answer has to fit, as [`grammar`] takes it
+    tools: Sequence[dict[str, Any]] = ()  # that the model may call
+    most_calls: int | None = None  # of tools, in an answer
+    echoes: bool = False  # answers begin with their prompt
+
+
 class GenerationBody(_Body):
     """Fields of both kinds of requests; the drafter is the server's, and sampling the model's where none is asked."""
 
@@ -173,39 +187,14 @@ class GenerationBody(_Body):
             )
         return self
 
-    @property
-    def prompts(self) -> list[Any]:
-        """The prompts, in a form that the manager takes."""
-        raise NotImplementedError
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        """Most probable tokens whose log-probabilities are wanted; `None` if none at all are."""
+    @cached_property
+    def wanted(self) -> Wanted:
         raise NotImplementedError
 
     @property
     def num_answers(self) -> int:
         """Answers to all prompts together."""
-        return (self.n or 1) * len(self.prompts)
-
-    @property
-    def asked_length(self) -> int | None:
-        return self.max_tokens
-
-    @property
-    def told_tools(self) -> list[dict[str, Any]]:
-        """Tools that the model may call."""
-        return []
-
-    @property
-    def most_calls(self) -> int | None:
-        """Calls of tools in an answer."""
-        return None
-
-    @property
-    def echoes(self) -> bool:
-        """Tells whether answers begin with their prompt."""
-        return False
+        return (self.n or 1) * len(self.wanted.prompts)
 
     @property
     def _forms(self) -> list[dict[str, Any]]:
@@ -214,11 +203,6 @@ class GenerationBody(_Body):
         )
         asked = (self.response_format, self.structured_outputs, guided)
         return [form for one in asked if one is not None for form in one.forms]
-
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        """What the answer has to fit, as [`grammar`] takes it."""
-        return next(iter(self._forms), None)
 
     def settings(self) -> dict[str, Any]:
         """Settings of the request, as [`~many.generate.generate_many`] takes them; without its length."""
@@ -238,7 +222,7 @@ class GenerationBody(_Body):
             "min_new_tokens": self.min_tokens or None,
             "sequence_bias": biases or None,
             "spec_method": None if self.spec_method is None else "off",
-            "top_logprobs": self.num_top_logprobs,
+            "top_logprobs": self.wanted.num_top_logprobs,
         }
         return settings | {name: value for name, value in others.items() if value is not None}
 
@@ -375,26 +359,29 @@ class ChatBody(GenerationBody):
                 raise ValueError("`tool_choice` needs `tools`, and a name that one of them has")
             if self._forms:
                 raise ValueError("a form of the answer and a `tool_choice` that demands a call exclude each other")
-            _ = self.grammar  # says what is wrong with the tools
+            _form_of_calls(self._callable)  # says what is wrong with the tools
         elif self.tool_choice != "none" and any(tool.function.strict for tool in self.tools or ()):
             _tell_ignored("strict", 'without the `tool_choice` "required", or a function by name, ')
         return self
 
-    @property
-    def prompts(self) -> list[Any]:
-        messages = [message.as_dict() for message in self.messages]
+    @cached_property
+    def wanted(self) -> Wanted:
+        tools = () if self.tool_choice == "none" else self.tools or ()
         told = {"reasoning_effort": self.reasoning_effort, "add_generation_prompt": self.add_generation_prompt}
         told = {name: value for name, value in told.items() if value is not None}
-        template = {**told, **(self.chat_template_kwargs or {})}
-        return [{"messages": messages, "tools": self.told_tools, "chat_template_kwargs": template}]
-
-    @property
-    def asked_length(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+        prompt = {
+            "messages": [message.as_dict() for message in self.messages],
+            "tools": [tool.model_dump(exclude_none=True) for tool in tools],
+            "chat_template_kwargs": {**told, **(self.chat_template_kwargs or {})},
+        }
+        return Wanted(
+            [prompt],
+            self.max_completion_tokens or self.max_tokens,
+            (self.top_logprobs or 0) if self.logprobs else None,
+            _form_of_calls(self._callable) if self._must_call else next(iter(self._forms), None),
+            prompt["tools"],
+            1 if self.parallel_tool_calls is False else None,
+        )
 
     @property
     def _must_call(self) -> bool:
@@ -405,19 +392,6 @@ class ChatBody(GenerationBody):
         """Functions of which one is called."""
         named = self.tool_choice.function.name if isinstance(self.tool_choice, Tool) else None
         return [tool.function for tool in self.tools or () if named in (None, tool.function.name)]
-
-    @property
-    def told_tools(self) -> list[dict[str, Any]]:
-        tools = () if self.tool_choice == "none" else self.tools or ()
-        return [tool.model_dump(exclude_none=True) for tool in tools]
-
-    @property
-    def most_calls(self) -> int | None:
-        return 1 if self.parallel_tool_calls is False else None
-
-    @property
-    def grammar(self) -> dict[str, Any] | None:
-        return _form_of_calls(self._callable) if self._must_call else super().grammar
 
 
 def _form_of_calls(functions: list[Function]) -> dict[str, Any]:
@@ -461,14 +435,7 @@ class CompletionBody(GenerationBody):
             raise ValueError("`echo` with `logprobs` cannot be honoured: prompts have no log-probabilities")
         return self
 
-    @property
-    def prompts(self) -> list[Any]:
-        return self.prompt
-
-    @property
-    def num_top_logprobs(self) -> int | None:
-        return self.logprobs
-
-    @property
-    def echoes(self) -> bool:
-        return bool(self.echo)
+    @cached_property
+    def wanted(self) -> Wanted:
+        form = next(iter(self._forms), None)
+        return Wanted(self.prompt, self.max_tokens, self.logprobs, form, echoes=bool(self.echo))

@@ -179,16 +179,16 @@ class Service:
         """Its prompts, and what keeps answers in their form; `RefusedError` for those unreadable or without room."""
         loop = asyncio.get_running_loop()
         prompts = await loop.run_in_executor(self._encoder, self._encode, body)
-        form = body.grammar
+        form = body.wanted.grammar
         compiled = None if form is None else await loop.run_in_executor(self._compiler, self._grammar, form)
         return prompts, compiled
 
     def _encode(self, body: GenerationBody) -> list[Prepared]:
         try:
-            prompts = [self.manager.encode(prompt) for prompt in body.prompts]
+            prompts = [self.manager.encode(prompt) for prompt in body.wanted.prompts]
         except SpecConfigError as error:
             raise RefusedError(400, f"The prompt cannot be read: {error}", "invalid_prompt") from error
-        lengths = [self._length(len(prompt), body.asked_length) for prompt in prompts]
+        lengths = [self._length(len(prompt), body.wanted.length) for prompt in prompts]
         if body.min_tokens is not None and body.min_tokens > min(lengths):
             message = f"At most {min(lengths)} tokens are generated, and at least {body.min_tokens} are asked for."
             raise RefusedError(400, message, "too_long")
@@ -196,10 +196,10 @@ class Service:
         beyond = [token for token in body.logit_bias or () if int(token) >= num_tokens]
         if beyond:
             raise RefusedError(400, f"`logit_bias`: {shown(beyond[0])} is no token of the model.")
-        size = len(json.dumps(body.grammar))
+        size = len(json.dumps(body.wanted.grammar))
         if size > _MOST_OF_A_GRAMMAR:
             raise RefusedError(400, f"The form of an answer has at most {_MOST_OF_A_GRAMMAR} characters, got {size}.")
-        echoes = body.prompts if body.echoes else [""] * len(prompts)
+        echoes = body.wanted.prompts if body.wanted.echoes else [""] * len(prompts)
         decode = partial(self.manager.tokenizer.decode, skip_special_tokens=True)
         return [
             Prepared(tokens, length, echo if isinstance(echo, str) else decode(tokens))
@@ -346,7 +346,7 @@ class Answer:
         self._name = f"{reply.id}-{index}"
         self._shows_special = body.skip_special_tokens is False
         self._text = GrowingText(manager.tokenizer, body.stop or [], self._shows_special)
-        self._calls = ToolCallReader(body.told_tools) if body.told_tools else None
+        self._calls = ToolCallReader(body.wanted.tools) if body.wanted.tools else None
         self._num_scored, self._scored = 0, list[ScoredToken]()  # those whose text has not been shown
         self._has_news = self._is_decoded = False  # decoded: no more outputs come
         self.index = index
@@ -412,8 +412,8 @@ class Answer:
         ends = self._is_decoded or self._text.has_stopped
         if self._calls is not None:
             text, calls = self._calls.add(part.text, ends)
-            part = Part(text, part.tokens, calls[: self._body.most_calls])
-            ends = ends or (bool(calls) and self._body.most_calls is not None)
+            part = Part(text, part.tokens, calls[: self._body.wanted.most_calls])
+            ends = ends or (bool(calls) and self._body.wanted.most_calls is not None)
         if any(part):
             yield part
         if ends:
@@ -431,7 +431,7 @@ class Answer:
         if self._shows_special and is_last and latest.finish_reason == "stop":
             # That which ends the answer is none of its text.
             tokens = tokens[:-1]
-        if self._body.num_top_logprobs is None:
+        if self._body.wanted.num_top_logprobs is None:
             return Part(self._text.add(tokens, is_last))
         for number in range(self._num_scored, len(tokens)):
             if self._text.has_stopped:

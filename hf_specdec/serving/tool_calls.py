@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import uuid
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .text import num_open
@@ -40,7 +41,7 @@ class ToolCall(NamedTuple):
 class ToolCallReader:
     """Takes the calls of a request's tools, in OpenAI's form, out of a text that grows."""
 
-    def __init__(self, tools: list[dict[str, Any]]):
+    def __init__(self, tools: Sequence[dict[str, Any]]):
         functions = [tool["function"] for tool in tools]
         self._types = {one["name"]: _types((one.get("parameters") or {}).get("properties")) for one in functions}
         self._held = ""

@@ -40,11 +40,11 @@ MOST_LINES = {
     "layers": 1510,
     "kernels": 4321,
     "many": 1876,
-    "serving": 1631,
-    "settings": 1294,
-    "metrics": 1480,
+    "serving": 1550,
+    "settings": 1242,
+    "metrics": 1395,
     "integrations": 517,
-    "hub": 2108,
+    "hub": 1957,
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.

@@ -62,13 +62,9 @@ def inspect_command(
 
 
 def _list_drafters(name: str, revision: str | None, offline: bool, as_json: bool) -> None:
-    from ..checkpoints.files import RepoFiles
-    from ..hub import discover
-    from ..settings import AUTO, SpeculativeConfig
+    from ..hub.discover import search_for
 
-    files = RepoFiles(name, revision=revision, local_files_only=offline)
-    settings = SpeculativeConfig(AUTO, local_files_only=offline)
-    search = discover.Search(discover.Target.of_files(files), settings)
+    search = search_for(name, revision, local_files_only=offline)
     candidates = search.all()
     report = {"target": name, "candidates": [item.to_dict() for item in candidates], "notes": search.notes}
     show(report, as_json, lambda: _print_drafters(candidates, search.notes))

@@ -371,8 +371,15 @@ def discover_drafters(
         CheckpointFormatError: The target has no readable `config.json`.
     """
     access = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only}
-    files = RepoFiles(target, revision=revision, **access)
-    return Search(Target.of_files(files), SpeculativeConfig(AUTO, **access), limit).all()
+    return search_for(target, revision, limit, **access).all()
+
+
+def search_for(
+    name: str | os.PathLike[str], revision: str | None = None, limit: int = DEFAULT_LIMIT, **access: Any
+) -> Search:
+    """A search for the drafters of a target that is not loaded; `access` is `token`, `cache_dir` and the like."""
+    files = RepoFiles(name, revision=revision, **access)
+    return Search(Target.of_files(files), SpeculativeConfig(AUTO, **access), limit)
 
 
 # ---------------------------------------------------------------------------------------------------------- the places

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from hf_specdec import SpeculativeConfig, cli
-from hf_specdec.hub import RepoFiles, discover, discover_drafters
+from hf_specdec.hub import discover, discover_drafters
 from hf_specdec.hub.candidate import PLACES, Candidate, rank
-from hf_specdec.hub.discover import Search, Target
+from hf_specdec.hub.discover import Search
 from hf_specdec.method import preferred_methods
 from hf_specdec.settings import AUTO
 from tests.helpers.drafters import ANYTHING, DFLASH, EAGLE, FIXTURES, card_of, entry_of
@@ -25,7 +25,7 @@ PREFERRED = [method.name for method in preferred_methods() if not (method.needs_
 
 
 def search_for(name="user/target", limit=discover.DEFAULT_LIMIT, **access):
-    return Search(Target.of_files(RepoFiles(name, **access)), SpeculativeConfig("auto", **access), limit)
+    return discover.search_for(name, limit=limit, **access)
 
 
 def found_by(search):

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 
 from hf_specdec import Speculator
 from hf_specdec.candidate_generators.dflash.network import DFlashNetwork
-from hf_specdec.candidate_generators.eagle.network import Eagle3Network, EagleNetwork
+from hf_specdec.candidate_generators.eagle.network import EagleNetwork
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mtp.network import MtpNetwork
 from hf_specdec.logits.rules import StandardRule, SyntheticRule
@@ -94,7 +94,6 @@ def copy_bandwidth(device: torch.device) -> float:
 _NETWORK_FORWARDS = (
     (DFlashNetwork, ("forward", "context", "fuse", "logits")),
     (EagleNetwork, ("forward", "fuse", "logits")),
-    (Eagle3Network, ("fuse",)),
     (MtpNetwork, ("forward", "fuse", "logits")),
     (MedusaHeads, ("short_logits",)),
 )

@@ -132,7 +132,9 @@ class Speculator:
 
     def check(self, target_model: torch.nn.Module) -> None:
         """Refuses settings that ask for more than was loaded, such as for more tokens than there are heads."""
-        self.generator_class.check(self._longest_drafts, self.resources, _session_of_any_call(target_model))
+        # Beginning a call makes every check, also of what earlier settings have loaded.
+        session = _session_of_any_call(target_model)
+        self.generator_class(self._longest_drafts, self.resources, session).close()
 
     def check_joining(self, target_model: torch.nn.Module) -> None:
         """Refuses methods that do not let rows join a call."""

@@ -59,8 +59,9 @@ class AssistedSide:
         **others: Any,
     ) -> torch.LongTensor:
         """Text and draft `(1, L + N)` after a text `(1, L)`; the arguments are those of transformers' protocol."""
-        if self.generator is None or is_first_iteration or input_ids.shape[1] < self._seen_length:
-            self._begin(input_ids, model_kwargs or {})
+        length = input_ids.shape[1]
+        if self.generator is None or is_first_iteration or length < self._seen_length:
+            self._begin(input_ids, (model_kwargs or {}).get("attention_mask"))
         if is_first_iteration:
             return input_ids
         generator, logits = self.generator, getattr(model_outputs, "logits", None)
@@ -68,17 +69,24 @@ class AssistedSide:
             verified, count = logits[:, -len(self._nodes) :], min(generator.num_best_tokens, logits.shape[-1])
             successors = with_successors(verified.new_tensor([self._nodes], dtype=torch.long), verified, count)
             generator.learn(VerifiedNodes([self._nodes], successors[..., 1:].cpu()))
-        self._feed_new(input_ids, self._states(model_outputs))
-        length = input_ids.shape[1]
-        room = max(generator.session.max_length - length - 1, 0)
-        depth = min(room, generator.num_speculative_tokens)
+        # What has been committed since the last request.
+        states = self._states(model_outputs)
+        if self._seen_length == 0:
+            self._seen_length = length - 1
+            generator.prefill(Prompt(input_ids[:, :-1], [self._start], states))
+            states = {key: value[:, -1:] for key, value in states.items()}
+        new, self._seen_length = input_ids[:, self._seen_length :], length
+        if count := new.shape[1]:
+            states = {key: value[:, :count] for key, value in states.items()}
+            generator.observe(Commit([0], new, new.tolist(), [min(self.num_matches, count - 1)], states))
+        depth = min(max(generator.session.max_length - length - 1, 0), generator.num_speculative_tokens)
         draft = generator.propose(DraftStep([0], input_ids[:, -1], [length - self._start], [depth]))
         # The chain for those who can only verify chains.
         path = first_path(draft.token_lists()[0], draft.parent_lists()[0])
         self._nodes = [*input_ids[0, -1:].tolist(), *path]
         return torch.cat([input_ids, input_ids.new_tensor([path])], dim=1)
 
-    def _begin(self, input_ids: torch.LongTensor, model_kwargs: dict[str, Any]) -> None:
+    def _begin(self, input_ids: torch.LongTensor, mask: Any) -> None:
         if len(input_ids) != 1:
             raise SpecConfigError(
                 f"transformers' assisted decoding takes one row, and the batch has {len(input_ids)}. Pass the "
@@ -86,40 +94,19 @@ class AssistedSide:
             )
         session = self.unbound.session or Session(1, _UNKNOWN_LENGTH, input_ids.device, supports_trees=False)
         self.generator, self._nodes = self.unbound.bind(session), []
-        mask = model_kwargs.get("attention_mask")
         if torch.is_tensor(mask) and mask.dim() == 2:
             self._start = int(mask[0].ne(0).int().argmax())
-
-    def _feed_new(self, input_ids: torch.LongTensor, states: dict) -> None:
-        """Feeds what has been committed since the last request."""
-        if self._seen_length == 0:
-            self._seen_length = input_ids.shape[1] - 1
-            self.generator.prefill(Prompt(input_ids[:, :-1], [self._start], states))
-            states = {key: value[:, -1:] for key, value in states.items()}
-        new = input_ids[:, self._seen_length :]
-        if new.shape[1]:
-            states = {key: value[:, : new.shape[1]] for key, value in states.items()}
-            accepted = min(self.num_matches, new.shape[1] - 1)
-            self.generator.observe(Commit([0], new, new.tolist(), [accepted], states))
-        self._seen_length = input_ids.shape[1]
 
     # Hidden states
 
     def forward_kwargs(self) -> dict[str, Any]:
-        """Arguments of the target's next forward, before which this is called."""
-        keys = () if self.generator is None else self.generator.target_hidden_states
-        if not keys:
-            return {}
-        if self.target is None:
-            return {"output_hidden_states": True}
-        self._capture(keys)
-        return {}
-
-    def _capture(self, keys: tuple) -> None:
-        """Captures these states in the next forward, as this package's loop does; the hooks leave with it."""
+        """Arguments of the target's next forward, before which this is called; states are captured in it."""
         from ..target.states import captured_states
         from ..target.uncompiled import Uncompiled
 
+        keys = () if self.generator is None else self.generator.target_hidden_states
+        if not keys or self.target is None:
+            return {"output_hidden_states": True} if keys else {}
         thread = get_ident()
 
         def end(*forward) -> None:
@@ -136,6 +123,7 @@ class AssistedSide:
             hooks.callback(Uncompiled(self.target).close)
             self._captured = hooks.enter_context(captured_states(self.target, keys))
             self._hooks = hooks.pop_all()
+        return {}
 
     def close(self) -> None:
         """Ends the call, where one has begun here; the host does not say when that is."""

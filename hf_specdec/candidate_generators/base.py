@@ -132,23 +132,8 @@ class CandidateGenerator(HfCandidateGenerator):
 
     @classmethod
     def loaded_from(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SpeculativeConfig | None:
-        """Settings that name the files that `load` reads; `None` where it reads none.
-
-        It is called again when these files have changed.
-        """
+        """Settings that name the files that `load` reads, also anew when they have changed; `None` for no files."""
         return None if config.model is None else config
-
-    @classmethod
-    def check(cls, config: SpeculativeConfig, resources: Any, session: Session) -> None:
-        """Refuses settings that what was loaded cannot follow, before anything is generated.
-
-        Begins a call and ends it, so that every check of the constructor is made when a speculator is loaded, also of
-        what earlier settings have loaded.
-
-        Raises:
-            SpecConfigError: They ask for more than was loaded.
-        """
-        cls(config, resources, session).close()
 
     @classmethod
     def text_bytes(cls, resources: Any) -> int:
@@ -157,11 +142,7 @@ class CandidateGenerator(HfCandidateGenerator):
 
     @classmethod
     def age_texts(cls, resources: Any, most_age: int) -> int:
-        """Makes the texts that are remembered from past calls older by one, and forgets those older than `most_age`.
-
-        Returns:
-            `int`: How many were forgotten.
-        """
+        """Makes texts of past calls older by one, forgets those older than `most_age`, and returns how many."""
         return 0
 
     def __init__(self, config: SpeculativeConfig | None = None, resources: Any = None, session: Session | None = None):
@@ -172,17 +153,7 @@ class CandidateGenerator(HfCandidateGenerator):
         self.num_speculative_tokens: int = length or self.default_length(self.options)
 
     def bind(self, session: Session) -> CandidateGenerator:
-        """Takes the generator for a call; the loop does so with what `generate(assistant=...)` was given.
-
-        Args:
-            session (`Session`): The call. It takes the place of one that the generator was made with.
-
-        Returns:
-            `CandidateGenerator`: The one that drafts in the call: this generator, or one that it has made.
-
-        Raises:
-            SpecConfigError: It has had its call, or was made for another number of rows.
-        """
+        """Takes the generator for the one call that it may have; returns what drafts in it, mostly itself."""
         earlier, name = self.session, type(self).__name__
         # Of threads that come at once one is first.
         with _binding:
@@ -219,10 +190,8 @@ class CandidateGenerator(HfCandidateGenerator):
 
     def note_longest_row(self) -> None:
         """Adds to the call's notes, once, that a row has got too long."""
-        limit = self.longest_row
-        if limit is None:
-            return
-        self.note(f"no drafts for rows of {limit[0]} tokens and more ({limit[1]})")
+        if (limit := self.longest_row) is not None:
+            self.note(f"no drafts for rows of {limit[0]} tokens and more ({limit[1]})")
 
     def note(self, text: str) -> None:
         """Adds to the call's notes, once."""
@@ -251,16 +220,12 @@ class CandidateGenerator(HfCandidateGenerator):
         return {}
 
     def shared_length(self, num_rows: int) -> int:
-        """k for a method whose drafts differ much in length from row to row.
-
-        A verification is as wide as its longest draft, so where the user has named no k the rows share the default:
-        one good match must not make all others pay for its length.
-        """
+        """k for a method whose drafts differ much in length from row to row."""
+        most = self.num_speculative_tokens
         if self.config is not None and self.config.num_speculative_tokens is not None:
-            return self.num_speculative_tokens
-        return max(
-            self.num_speculative_tokens // max(num_rows, 1), min(_LEAST_SHARED_LENGTH, self.num_speculative_tokens)
-        )
+            return most
+        # A verification is as wide as its longest draft: one good match must not make all others pay for its length.
+        return max(most // max(num_rows, 1), min(_LEAST_SHARED_LENGTH, most))
 
     def draft_depths(self, step: DraftStep) -> list[int]:
         """Largest depth of each row's draft: k, or less where the loop or `longest_row` leave less room."""
@@ -317,12 +282,8 @@ class CandidateGenerator(HfCandidateGenerator):
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
         """Launches the graph of the next draft before the host knows what was accepted before it.
 
-        It drafts as deep as `commit.max_draft_tokens` says. No draft is kept: `observe` and `propose` come as ever,
-        and the run of the graph that `propose` asks for is the one that has been launched, see [`CallGraphs.ahead`].
-
-        Returns:
-            `DraftTree`, *optional*: What `propose` will return if it asks for that run and for no other, so that its
-            verification can be launched, too. `None`: that is not known.
+        `observe` and `propose` come as ever, and the run that `propose` asks for is this one, see
+        [`CallGraphs.ahead`]. Returns what `propose` will return if it asks for no other; `None` where it is not known.
         """
 
     def learn(self, nodes: VerifiedNodes) -> None:

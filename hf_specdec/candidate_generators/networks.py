@@ -66,7 +66,7 @@ class NetworkGenerator(CandidateGenerator):
         reads_tokens (`bool`): A draft depends on the tokens that were committed, not on states alone.
     """
 
-    steers_chains: ClassVar[bool] = False
+    steers_chains: bool = False
     drafts_whole: bool = False
     has_steps: bool = False
     reads_tokens: ClassVar[bool] = True

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hf_specdec import demo, forget_speculators, load_speculator, record
-from hf_specdec.candidate_generators.eagle.network import Eagle3Network
+from hf_specdec.candidate_generators.eagle.network import EagleNetwork
 from hf_specdec.candidate_generators.medusa import generator as medusa
 from hf_specdec.candidate_generators.medusa.network import MedusaHeads
 from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
@@ -335,7 +335,7 @@ class TestEager:
     @pytest.mark.parametrize(
         ("row", "kind", "part"),
         [
-            ("eagle3 chain", Eagle3Network, "fuse"),
+            ("eagle3 chain", EagleNetwork, "fuse"),
             *in_full(("medusa", MedusaHeads, "short_logits"), ("mlp_speculator chain", MLPStage, "__call__")),
         ],
     )

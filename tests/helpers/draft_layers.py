@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_specdec.candidate_generators.eagle.formats import EagleConfig
-from hf_specdec.candidate_generators.eagle.network import Eagle1Network, Eagle3Network
+from hf_specdec.candidate_generators.eagle.network import EagleNetwork
 from hf_specdec.candidate_generators.mtp.network import new_mtp
 from tests.helpers.models import tiny_llama
 
@@ -37,7 +37,7 @@ def head(method, hidden_size, vocab_size, aux_layer_ids=(), known=None, num_hidd
         has_token_ids=known is not None,
         **settings,
     )
-    network = (Eagle3Network if method == "eagle3" else Eagle1Network)(config).eval()
+    network = EagleNetwork(config).eval()
     if known is not None:
         network.token_ids = torch.tensor(known)
     return network

@@ -32,6 +32,7 @@ from ...checkpoints.loading import checkpoint_errors
 from ...drafting.draw import DepthLimits, Draw
 from ...drafting.growth import DraftNodes, draft_chain, grow
 from ...drafting.runner import Runner
+from ...drafting.slots import DRAFT_STATE
 from ...drafting.state import Entries, NetworkState
 from ...drafts import DraftTree, TokenTree
 from ...errors import SpecConfigError, UnsupportedModelError, shown
@@ -237,7 +238,6 @@ class DraftModelCandidateGenerator(NetworkGenerator):
     default_num_speculative_tokens = 5
     most_speculative_tokens: int | None = 12
     default_sample_method = "probabilistic"
-    steers_chains = True
     masks_drafts = False
     rates_tokens = True
     loaded_by: ClassVar[tuple[str, ...]] = (
@@ -303,6 +303,7 @@ class DraftModelCandidateGenerator(NetworkGenerator):
         model = resources.model
         size, vocabularies = config.options.draft_vocabulary_size, resources.vocabularies
         self.vocabularies: SameTokens = vocabularies if size is None else vocabularies.shortened(size)
+        self.steers_chains: bool = vocabularies.drafts_target_tokens
         self.mask_token: int | None = resources.mask_token
         self.states: TargetStates | None = resources.states
         if self.states is not None:
@@ -320,10 +321,8 @@ class DraftModelCandidateGenerator(NetworkGenerator):
                 f"`max_model_len`={config.max_model_len} is longer than the draft model's context of {own_limit} "
                 f"tokens. Use at most {own_limit}, or leave it out."
             )
-        limits = {"max_model_len": config.max_model_len, "the draft model's max_position_embeddings": own_limit}
-        self._longest: tuple[int, str] | None = min(
-            ((limit, name) for name, limit in limits.items() if limit), default=None
-        )
+        limits = (config.max_model_len, "max_model_len"), (own_limit, "the draft model's max_position_embeddings")
+        self._longest: tuple[int, str] | None = min((limit for limit in limits if limit[0]), default=None)
         ignored = _ignored_settings(model, config, session.adapts)
         for note in filter(None, (ignored, self.vocabularies.note, resources.note)):
             self.note(note)
@@ -341,9 +340,6 @@ class DraftModelCandidateGenerator(NetworkGenerator):
     @property
     def asks_to_sample(self) -> bool:
         return self.vocabularies.drafts_target_tokens and super().asks_to_sample
-
-    def _is_steered(self, rows: list[int]) -> bool:
-        return self.vocabularies.drafts_target_tokens and super()._is_steered(rows)
 
     # The text
 
@@ -428,7 +424,13 @@ class DraftModelCandidateGenerator(NetworkGenerator):
 
     def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
         if self.mask_token is not None:
-            logits = self._mask_logits(state, new, limits.deepest)
+            logits, most = None, self.num_speculative_tokens
+            if isinstance(new.counts, list) and self.runner is not None and self.can_replay(new):
+                # The host looks at them.
+                read, key = partial(self._read_masks, most), ("masks", *self.graph_key)
+                logits = self.runner.replay(read, state, new, key, self._most_new, most - 1)
+            if logits is None:
+                logits = self._read_masks(limits.deepest, state, new)
             return draft_chain(self.plan, logits, new, limits, draw)
         hidden, logits = self.read(state, new, 0)
 
@@ -440,24 +442,13 @@ class DraftModelCandidateGenerator(NetworkGenerator):
             return grow(self.plan, step, hidden, logits, limits, draw)
 
     def read(self, state: NetworkState, new: Entries, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = self._embedded(new) if stage == 0 else self.vocabularies.inputs(new.tokens)
+        tokens = self.vocabularies.inputs(new.tokens) if DRAFT_STATE in new.states else self._embedded(new)
         logits = self.vocabularies.logits(state.slots.read_last(tokens, new.counts))
         # Nothing but the tokens is handed on.
         return logits.new_empty((len(logits), 0)), logits
 
-    def stage(self, depth: int) -> int:
-        return min(depth, 1)
-
-    def _mask_logits(self, state: NetworkState, new: Entries, count: int) -> torch.Tensor:
-        """Logits `(R, count, W)` after the anchors and masks; those that the host looks at may come from a graph."""
-        logits = None
-        if isinstance(new.counts, list) and self.runner is not None and self.can_replay(new):
-            most, key = self.num_speculative_tokens, ("masks", *self.graph_key)
-            logits = self.runner.replay(partial(self._read_masks, most), state, new, key, self._most_new, most - 1)
-        return self._read_masks(count, state, new) if logits is None else logits
-
     def _read_masks(self, count: int, state: NetworkState, new: Entries) -> torch.Tensor:
-        """Reads what is new, and masks in the places of drafted tokens."""
+        """Reads what is new, and masks in the places of drafted tokens; logits `(R, count, W)` after both."""
         ends = upload(new.counts, self.device)[:, None]
         tokens = F.pad(new.tokens.to(self.device), (0, count - 1))
         places = torch.arange(tokens.shape[1], device=self.device)

@@ -132,13 +132,7 @@ _building = Lock()
 def load_draft_model(config: Any, target_model: torch.nn.Module) -> torch.nn.Module:
     """Loads `config.model` in the target's dtype, on its device, unless the settings say otherwise."""
     with checkpoint_errors(name := named_checkpoint(config)):
-        weights = _checked_weights(RepoFiles.of(config))
-        arguments = {"dtype": config.dtype or target_model.dtype, "use_safetensors": not is_pickled(weights)}
-        if config.quantization:
-            compute_dtype = target_model.dtype if config.dtype in (None, "auto") else config.dtype
-            arguments["quantization_config"] = quantization_config(config.quantization, compute_dtype)
-        device = draft_device(config, target_model)
-        model = _from_pretrained(name, weights, checkpoint_location(config), arguments, target_model, device)
+        model = _from_pretrained(name, _checked_weights(RepoFiles.of(config)), config, target_model)
         check_four_bits(model, name)
     warn_of_dead_weights(name, model)
     return model.eval()
@@ -263,23 +257,13 @@ def draft_tokenizer(
     return tokenizer
 
 
-def auto_model_class(model_config: Any) -> Any:
-    """The class of transformers that makes a model of this config, with its encoder where it has one."""
-    if not model_config.is_encoder_decoder:
-        return AutoModelForCausalLM
-    is_text = model_config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-    return AutoModelForSeq2SeqLM if is_text else AutoModelForSpeechSeq2Seq
-
-
-def _from_pretrained(
-    name: str,
-    weights: str,
-    location: dict[str, Any],
-    arguments: dict[str, Any],
-    target_model: Any,
-    device: torch.device,
-) -> torch.nn.Module:
+def _from_pretrained(name: str, weights: str, config: Any, target_model: Any) -> torch.nn.Module:
     """The model, loaded completely: transformers would give weights that are missing random values."""
+    location, device = checkpoint_location(config), draft_device(config, target_model)
+    arguments = {"dtype": config.dtype or target_model.dtype, "use_safetensors": not is_pickled(weights)}
+    if config.quantization:
+        compute_dtype = target_model.dtype if config.dtype in (None, "auto") else config.dtype
+        arguments["quantization_config"] = quantization_config(config.quantization, compute_dtype)
     try:
         model_config = AutoConfig.from_pretrained(name, **location)
         if getattr(model_config, "transformers_weights", None) not in (None, weights):
@@ -289,16 +273,19 @@ def _from_pretrained(
             raise ValueError(f"its config.json has `sliding_window`={shown(window)}, which must be {INDEX.what}.")
         if model_config.is_encoder_decoder and not target_model.config.is_encoder_decoder:
             raise ValueError(f"{type(model_config).__name__} is of an encoder-decoder model. Use a decoder-only one.")
-        model_class = auto_model_class(model_config)
+        model_class: Any = AutoModelForCausalLM
+        if model_config.is_encoder_decoder:
+            is_text = model_config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+            model_class = AutoModelForSeq2SeqLM if is_text else AutoModelForSpeechSeq2Seq
         own_packing = getattr(model_config, "quantization_config", None)
         is_packed = "quantization_config" in arguments or own_packing is not None
         if is_packed:
             # Packed weights cannot always be moved.
-            arguments = {**arguments, "device_map": {"": device}}
+            arguments["device_map"] = {"": device}
         if not os.path.isdir(name):
             # Where PEFT is installed an adapter is looked for, with arguments of its own.
             places = ("revision", "subfolder", "cache_dir", "local_files_only")
-            arguments = {**arguments, "adapter_kwargs": {key: location[key] for key in places if key in location}}
+            arguments["adapter_kwargs"] = {key: location[key] for key in places if key in location}
         with _building:
             # Transformers does not annotate what `output_loading_info` adds.
             model, loading = model_class.from_pretrained(  # pyright: ignore[reportGeneralTypeIssues]

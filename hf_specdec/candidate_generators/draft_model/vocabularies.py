@@ -16,10 +16,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from typing import Any, ClassVar
@@ -43,6 +42,7 @@ logger = logging.get_logger(__name__)
 
 _MARKER = "\u2581"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 # Special tokens that have the same meaning in any tokenizer, whatever they are called.
 _ROLES = ("bos_token_id", "eos_token_id")
 # Bytes of the text before that a tokenizer is shown, so that it segments the new text as inside of a text.
@@ -101,17 +101,13 @@ class Vocabulary:
             if index not in special and (text := str(added[index]).encode() if index in added else spell(token)):
                 self.texts[index] = text
                 self.ids.setdefault(text, index)
+        self._lengths = sorted(set(map(len, self.ids)), reverse=True)  # in bytes, the longest first
         self.special: dict[str, int] = {str(token): index for token, index in table.items() if index in special}
         roles = {name: getattr(tokenizer, name, None) for name in _ROLES}
         self.roles: dict[str, int] = {name: index for name, index in roles.items() if index is not None}
 
     def __len__(self) -> int:
         return len(self.texts) + len(self.special)
-
-    @cached_property
-    def _lengths(self) -> list[int]:
-        """Lengths in bytes of the tokens, the longest first."""
-        return sorted(set(map(len, self.ids)), reverse=True)
 
     @cached_property
     def opening(self) -> list[int]:
@@ -144,17 +140,14 @@ class Vocabulary:
         tokens = self.tokenizer.encode(readable, add_special_tokens=False)
         pieces = [self.texts.get(token, b"") for token in tokens]
         # Some begin every text with a blank.
-        place = len(whole) - len(b"".join(pieces))
         if not b"".join(pieces).endswith(whole):
             return self._longest(text)
-        for index, piece in enumerate(pieces):
-            if place == len(before):
-                return tokens[index:]
-            place += len(piece)
-            if place > len(before):
-                # A token that reaches across: what is new of it, then those after it.
-                return self._longest(whole[len(before) : place]) + tokens[index + 1 :]
-        return []
+        first, size = len(tokens), len(text)
+        while first and len(pieces[first - 1]) <= size:
+            first -= 1
+            size -= len(pieces[first])
+        # What is new of a token that reaches across, then those after it.
+        return self._longest(text[:size]) + tokens[first:]
 
     def _longest(self, text: bytes) -> list[int]:
         """Tokens of a text, the longest one that fits at each place."""
@@ -171,47 +164,32 @@ class Vocabulary:
 def _speller(tokenizer: PreTrainedTokenizerBase, table: dict[Any, int]) -> Callable[[Any], bytes]:
     """The function from a token as it stands in the table to its bytes."""
     decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
-    parts = list(_decoders(json.loads(decoder.__getstate__()))) if decoder is not None else []
+    parts = [] if decoder is None else [json.loads(decoder.__getstate__())]
+    for part in parts:
+        parts += part.get("decoders", ())
     kinds = {part.get("type") for part in parts}
     replaced = {part["pattern"].get("String") for part in parts if part.get("type") == "Replace"}
-    if "ByteLevel" in kinds or (not kinds and "\u0120" in table):
-        spell = _byte_level
-    elif "WordPiece" in kinds:
-        spell = _word_piece
-    elif "BPEDecoder" in kinds:
-        spell = partial(_with_ends, next(part.get("suffix", "</w>") for part in parts if part["type"] == "BPEDecoder"))
-    elif "Metaspace" in kinds or _MARKER in replaced or (not kinds and any(_MARKER in str(token) for token in table)):
-        spell = _marked
-    else:
-        spell = str.encode
-    # Tables of tiktoken have bytes.
-    return lambda token: token if isinstance(token, bytes) else spell(token)
+    is_byte_level = "ByteLevel" in kinds or (not kinds and "\u0120" in table)
+    is_word_piece = "WordPiece" in kinds
+    # What stands for a blank.
+    blank = next((part.get("suffix", "</w>") for part in parts if part.get("type") == "BPEDecoder"), None)
+    is_marked = "Metaspace" in kinds or _MARKER in replaced
+    if blank is None and (is_marked or (not kinds and any(_MARKER in str(token) for token in table))):
+        blank = _MARKER
 
+    def spell(token: Any) -> bytes:
+        # Tables of tiktoken have bytes.
+        if isinstance(token, bytes):
+            return token
+        if is_byte_level:
+            return bytes(map(_BYTE_OF.__getitem__, token)) if _BYTE_OF.keys() >= set(token) else token.encode()
+        if is_word_piece:
+            return (token[2:] if token.startswith("##") else f" {token}").encode()
+        if blank == _MARKER and (byte := _BYTE.fullmatch(token)):
+            return bytes([int(byte[1], 16)])
+        return (token if blank is None else token.replace(blank, " ")).encode()
 
-_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
-
-
-def _byte_level(token: str) -> bytes:
-    return bytes(map(_BYTE_OF.__getitem__, token)) if _BYTE_OF.keys() >= set(token) else token.encode()
-
-
-def _word_piece(token: str) -> bytes:
-    return (token[2:] if token.startswith("##") else f" {token}").encode()
-
-
-def _with_ends(suffix: str, token: str) -> bytes:
-    return token.replace(suffix, " ").encode()
-
-
-def _marked(token: str) -> bytes:
-    byte = _BYTE.fullmatch(token)
-    return bytes([int(byte[1], 16)]) if byte else token.replace(_MARKER, " ").encode()
-
-
-def _decoders(state: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    yield state
-    for part in state.get("decoders", ()):
-        yield from _decoders(part)
+    return spell
 
 
 # Part of the target's vocabulary that both must have for drafts among these tokens: of a third of it fewer drafts are
@@ -405,21 +383,15 @@ class ReencodedText(OtherTokens):
         for text, drafted, depth in zip(texts, draft.token_lists(), depths):
             text.drafted = drafted
             # Up to the first special one, which may be an end that both have.
-            ordinary = self._ordinary(drafted, self.draft_side)
+            ordinary = list(takewhile(self.draft_side.texts.__contains__, drafted))
             tokens = self.target.encode(self.draft_side.text(ordinary), text.end)
             tokens += [self._ends[token] for token in drafted[len(ordinary) :][:1] if token in self._ends]
             # A tokenizer may have more tokens than its model.
-            drafts.append(list(takewhile(lambda token: token < self.target_size, tokens))[:depth])
+            drafts.append(list(takewhile(self.target_size.__gt__, tokens))[:depth])
         return DraftTree.from_lists(drafts, draft.tokens.device)
 
-    @staticmethod
-    def _ordinary(tokens: list[int], side: Vocabulary) -> list[int]:
-        """The tokens before the first special one."""
-        count = next((index for index, token in enumerate(tokens) if token not in side.texts), len(tokens))
-        return tokens[:count]
-
     def committed(self, text: RowText, tokens: list[int], num_accepted: int, num_read: int) -> tuple[int, list[int]]:
-        ordinary = self._ordinary(tokens, self.target)
+        ordinary = list(takewhile(self.target.texts.__contains__, tokens))
         new, place, kept = self.target.text(ordinary), 0, 0
         for token in text.drafted[:num_read]:
             written = self.draft_side.texts.get(token)

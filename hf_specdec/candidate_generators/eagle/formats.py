@@ -72,13 +72,6 @@ class EagleConfig(DraftConfig):
         return len(self.aux_layer_ids) or 1
 
     @property
-    def fc_inputs(self) -> int:
-        """Input width of the fully connected layer."""
-        if self.method == "eagle":
-            return self.hidden_size + self.target_hidden_size
-        return self.num_states * self.target_hidden_size
-
-    @property
     def needs(self) -> TargetNeeds:
         """The target that it was made for."""
         layers = max(self.aux_layer_ids, default=None)
@@ -259,7 +252,7 @@ class EagleReader(DraftReader):
 
     @property
     def needs(self) -> TargetNeeds:
-        width, ids = self.setting("target_hidden_size"), self._stated_ids()
+        width, (ids, _) = self.setting("target_hidden_size"), self._stated_ids()
         if self.reads_last_state:
             return TargetNeeds(None, width or self.sizes["h"], self.stated_vocab_size)
         # Without names of states there are three. In one of two notations they are one less than the layers needed.
@@ -269,7 +262,18 @@ class EagleReader(DraftReader):
     # The record
 
     def own_fields(self) -> dict[str, Any]:
-        norms = tuple(name.removesuffix(".weight") for name in self.stored if self._is_norm(name))
+        weights = (name for name in self.stored if name.endswith(".weight") and not self.unused.fullmatch(name))
+        norms = tuple(name.removesuffix(".weight") for name in weights if len(self.shape(name)) == 1)
+        # A training framework has the same key for the norm before the lm_head, and feeds back the state before it.
+        is_clear = "fc_norm.0" in norms or {"speculators_model_type", "aux_layer_ids"} & self.header.config.keys()
+        if self.setting("norm_output") and not is_clear:
+            logger.info(f"'{self.name}': `norm_output` is read as the norm before the lm_head; its input is fed back.")
+        mask_token_id = self.setting("mask_token_id") if self.is_parallel else None
+        if self.is_parallel and mask_token_id is None:
+            raise self.wrong(
+                f"is a P-EAGLE head (`{_MASK}`) and does not say which token its masks are",
+                "Add `mask_token_id` to its config.json.",
+            )
         return {
             "method": self.method,
             **super().own_fields(),
@@ -279,9 +283,9 @@ class EagleReader(DraftReader):
             "has_fc": "fc.weight" in self.stored,
             "own_embedding": "embed_tokens.weight" in self.stored,
             "norm_before_residual": self.setting("norm_before_residual"),
-            "norm_output": self._norm_output("fc_norm.0" in norms),
+            "norm_output": self.setting("norm_output") and bool(is_clear),
             "logit_scale": float(self.setting("logit_scale")),
-            "mask_token_id": self._mask_token_id() if self.is_parallel else None,
+            "mask_token_id": mask_token_id,
             "num_parallel_tokens": self.num_draft_tokens if self.is_parallel else 0,
         }
 
@@ -291,23 +295,13 @@ class EagleReader(DraftReader):
         norms_states = self.setting("fc_norm") or self.setting("use_aux_norm")
         if norms_states or any(name.startswith("fc_norm.") for name in self.stored):
             self.require([f"fc_norm.{index}.weight" for index in range(len(ids) or 1)], "its norms")
-        if self.is_parallel and self._mask_token_id() >= (target.vocab_size or 0):
+        token = self.setting("mask_token_id")
+        if self.is_parallel and token >= (target.vocab_size or 0):
             raise self.wrong(
-                f"has the mask token {self._mask_token_id()}, and its embedding has {target.vocab_size} tokens",
+                f"has the mask token {token}, and its embedding has {target.vocab_size} tokens",
                 "Correct its config.json.",
             )
         return {**fields, "aux_layer_ids": ids}
-
-    def _mask_token_id(self) -> int:
-        if (token := self.setting("mask_token_id")) is None:
-            raise self.wrong(
-                f"is a P-EAGLE head (`{_MASK}`) and does not say which token its masks are",
-                "Add `mask_token_id` to its config.json.",
-            )
-        return token
-
-    def _is_norm(self, name: str) -> bool:
-        return name.endswith(".weight") and len(self.shape(name)) == 1 and not self.unused.fullmatch(name)
 
     def rope_parameters(self) -> dict[str, Any]:
         parameters = super().rope_parameters()
@@ -332,31 +326,18 @@ class EagleReader(DraftReader):
         full = (index for index, kind in enumerate(kinds[:count]) if kind != "sliding_attention")
         return {"sliding_window": window, "full_layers": tuple(full)}
 
-    def _norm_output(self, has_chunk_norms: bool) -> bool:
-        is_stated = self.setting("norm_output")
-        # A training framework has the same key for the norm before the lm_head, and feeds back the state before it.
-        trusted = has_chunk_norms or not {"speculators_model_type", "aux_layer_ids"}.isdisjoint(self.header.config)
-        if is_stated and not trusted:
-            logger.info(f"'{self.name}': `norm_output` is read as the norm before the lm_head; its input is fed back.")
-        return is_stated and trusted
-
     # Captured states
 
-    def _stated_ids(self) -> list[int]:
-        """Numbers of layers as the user or the config names them, rising."""
-        named = self._named_ids or self.setting("aux_layer_ids")
-        return sorted(set(named or self.setting("eagle_aux_hidden_state_layer_ids")))
-
-    @property
-    def _named_ids(self) -> tuple[int, ...] | None:
-        return getattr(self.options, "aux_layer_ids", None)
+    def _stated_ids(self) -> tuple[list[int], bool]:
+        """Numbers of layers as the user or the config names them, rising, and whether they are boundaries for sure."""
+        boundaries = getattr(self.options, "aux_layer_ids", None) or self.setting("aux_layer_ids")
+        return sorted(set(boundaries or self.setting("eagle_aux_hidden_state_layer_ids"))), bool(boundaries)
 
     def _boundaries(self, target: TargetSizes) -> tuple[int, ...]:
         """The boundaries, which configs have in one of two notations without saying which."""
-        ids, layers = self._stated_ids(), target.num_hidden_layers
+        (ids, is_clear), layers = self._stated_ids(), target.num_hidden_layers
         assert layers is not None, "sizes of a target without its layers"
         usual = sorted({2, layers // 2, layers - 3} & set(range(layers)))
-        is_clear = self._named_ids or self.setting("aux_layer_ids")
         if not ids:
             ids = usual
         elif not (is_clear or "speculators_model_type" in self.header.config or max(ids) == layers or ids == usual):

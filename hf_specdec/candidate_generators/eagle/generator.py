@@ -22,7 +22,6 @@ from ...drafting.slots import DRAFT_STATE, DraftEntries
 from ...drafting.state import Entries, NetworkState
 from ...drafts import TokenTree
 from ...errors import SpecConfigError
-from ...protocol import Session
 from ...settings import SpeculativeConfig
 from ...settings.checks import MOST_DRAFT_TOKENS, parallel_drafting_field, setting
 from ...transfers import upload
@@ -46,7 +45,10 @@ class EagleOptions(ExtrapolationOptions):
 
 
 class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
-    """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape."""
+    """Drafts chains, static and dynamic trees; small batches get a dynamic tree where the settings name no shape.
+
+    P-EAGLE heads (Hui et al. 2026, arXiv:2602.01469) draft chains, all tokens from one forward.
+    """
 
     options_class = EagleOptions
     default_num_speculative_tokens = 4
@@ -66,33 +68,19 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
             )
         return network
 
-    def __new__(cls, config: SpeculativeConfig, resources: EagleNetwork, session: Session) -> EagleCandidateGenerator:
-        is_parallel = resources.config.mask_token_id is not None
-        return super().__new__(ParallelEagleCandidateGenerator if is_parallel else cls)
-
     def shape(self) -> TokenTree | DynamicTree:
-        return draft_shape(
-            self.config,
-            self.network.config.draft_vocab_size,
-            self.session,
-            self.chain_only_reason,
-            self.default_num_speculative_tokens,
-            prefers_trees=True,
-        )
-
-
-class ParallelEagleCandidateGenerator(EagleCandidateGenerator):
-    """Drafts chains with P-EAGLE heads (Hui et al. 2026, arXiv:2602.01469), all tokens from one forward."""
-
-    has_steps = False
-    drafts_whole = True
-
-    def shape(self) -> TokenTree | DynamicTree:
-        self.mask_state: torch.Tensor = self.network.mask_state()
-        config, reason = self.network.config, "the head drafts all tokens at once"
-        return draft_shape(self.config, config.draft_vocab_size, self.session, reason, config.num_parallel_tokens)
+        config = self.network.config
+        reason, length = self.chain_only_reason, self.default_num_speculative_tokens
+        self.drafts_whole: bool = config.mask_token_id is not None
+        self.has_steps: bool = not self.drafts_whole
+        if self.drafts_whole:
+            self.mask_state: torch.Tensor = self.network.mask_state()
+            reason, length = "the head drafts all tokens at once", config.num_parallel_tokens
+        return draft_shape(self.config, config.draft_vocab_size, self.session, reason, length, not self.drafts_whole)
 
     def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
+        if not self.drafts_whole:
+            return super().draft(state, new, limits, draw)
         logits = masked_logits(state.slots, new, self.mask_state, limits.deepest)
         return draft_chain(self.plan, logits, new, limits, draw)
 

@@ -55,14 +55,16 @@ class EaglePlan(NamedTuple):
 
 
 class EagleNetwork(DraftNetwork):
-    """An EAGLE head, `Eagle1Network` or `Eagle3Network`. What it shares is read where the target has it."""
+    """An EAGLE head. What it shares is read where the target has it."""
 
     reader_class: ClassVar[type[EagleReader]] = EagleReader
-    feeds_normed: ClassVar[bool] = False  # what is fed back has gone through the final norm, whatever the config says
-    enters_by_fc: ClassVar[bool] = False  # the layers read what `fc` makes of embedding and state, and not both
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)
+        self.is_eagle3: bool = config.method == "eagle3"
+        self.has_targets_embedding: bool = not self.is_eagle3
+        # What is fed back has gone through the final norm.
+        self._feeds_normed = config.norm_output or not self.is_eagle3
         # Keys of the states that `fuse` takes, see [`captured_states`].
         self.target_hidden_states: tuple[int | str, ...] = config.aux_layer_ids or ("last",)
         slides = FULL if config.sliding_window is None else Span("sliding", config.sliding_window)
@@ -70,23 +72,25 @@ class EagleNetwork(DraftNetwork):
         self._layer_spans = tuple(FULL if index in config.full_layers else slides for index in layers)
         self.spans: tuple[Span, ...] = tuple(dict.fromkeys(self._layer_spans))
         size, vocab_size = config.hidden_size, config.vocab_size
+        width, count = config.target_hidden_size, config.num_states
         self.embed_tokens: nn.Embedding | None = nn.Embedding(vocab_size, size) if config.own_embedding else None
-        fc = nn.Linear(config.fc_inputs, size, "fc" in config.biases) if config.has_fc else nn.Identity()
-        self.fc: nn.Module = fc
-        self.layers: nn.ModuleList = nn.ModuleList(map(self._layer, layers))
+        read = count * width if self.is_eagle3 else size + width
+        self.fc: nn.Module = nn.Linear(read, size, "fc" in config.biases) if config.has_fc else nn.Identity()
+        self.layers: nn.ModuleList = nn.ModuleList(EagleLayer(config, index) for index in layers)
         self.norm: nn.Module = _norm(config, "norm", size)
         self.lm_head: nn.Linear | None = (
             nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         )
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
         self._target: TargetParts | None = None
-
-    def _layer(self, index: int) -> DecoderLayer:
-        return EagleLayer(self.config, index)
-
-    @classmethod
-    def of_record(cls, record: EagleConfig, target_model: nn.Module) -> EagleNetwork:
-        return {"eagle": Eagle1Network, "eagle3": Eagle3Network}[record.method](record)
+        if not self.is_eagle3:
+            return
+        # Over all captured states together in some variants, over each of them in EAGLE-3.1.
+        self.input_norm: nn.Module = _norm(config, "input_norm", count * width)
+        chunks = range(count) if "fc_norm.0" in config.norms else ()
+        self.fc_norm: nn.ModuleList = nn.ModuleList(_norm(config, f"fc_norm.{index}", width) for index in chunks)
+        if config.mask_token_id is not None:
+            self.mask_hidden: nn.Parameter = nn.Parameter(torch.zeros(count * width))
 
     @property
     def spec_method(self) -> str:
@@ -122,7 +126,19 @@ class EagleNetwork(DraftNetwork):
     def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
         """Input `hidden` of `forward`, `(R, T, h)`, for entries with states `(R, T, th)` of the target."""
         like = self._weight
-        return torch.cat([states[key].to(like) for key in self.target_hidden_states], dim=-1)
+        fused = torch.cat([states[key].to(like) for key in self.target_hidden_states], dim=-1)
+        if not self.is_eagle3:
+            return fused
+        fused = self.input_norm(fused)
+        if self.fc_norm:
+            chunks = fused.split(self.config.target_hidden_size, dim=-1)
+            fused = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks)], dim=-1)
+        return self.fc(fused)
+
+    def mask_state(self) -> torch.Tensor:
+        """The state `(1, 1, h)` of masks, made as those of the target are."""
+        parts = self.mask_hidden.split(self.config.target_hidden_size)
+        return self.fuse({key: part[None, None] for key, part in zip(self.target_hidden_states, parts)})
 
     def forward(
         self,
@@ -153,7 +169,7 @@ class EagleNetwork(DraftNetwork):
             read = torch.cat((plan.norm_embedded(embedded), state), dim=-1)
         for layer, layer_plan, span in zip(self._modules["layers"], plan.layers, self._layer_spans):
             stream, read = layer.advance(layer_plan, stream, read, angles, masks[span], cache)
-        fed_back = read if self.feeds_normed or self.config.norm_output else stream
+        fed_back = read if self._feeds_normed else stream
         if counts is not None:
             fed_back, read = last_of_each(fed_back, counts), last_of_each(read, counts)
             plan = planned(self, read, cache)
@@ -162,8 +178,8 @@ class EagleNetwork(DraftNetwork):
     def plan(self, way: Way, dtype: torch.dtype) -> EaglePlan:
         """What it computes with."""
         layers = plan_layers(self._modules["layers"], Normed(norm_of(self._modules["norm"])), way, dtype)
-        norms, fc = layers[0].norms, self._modules["fc"]
-        project = bind_linears(way, dtype, [fc])[0] if self.enters_by_fc else None
+        norms = layers[0].norms
+        project = None if self.is_eagle3 else bind_linears(way, dtype, [self._modules["fc"]])[0]
         head, scale = self.bind_head(way, dtype), self.config.logit_scale
         scaled_head = head if scale == 1 else lambda output: head(output) * scale
         norm_embedded, norm_hidden = norms["input_layernorm"], norms.get("hidden_norm", norms[None])
@@ -178,71 +194,27 @@ class EagleNetwork(DraftNetwork):
         save_checkpoint(folder, self.config.to_dict(), stored_tensors(self.config, self.state_dict()))
 
 
-class Eagle1Network(EagleNetwork):
-    """EAGLE-1, EAGLE-2, HASS: ordinary layers over the fully connected layer; all that is read and fed back is x."""
-
-    has_targets_embedding = True
-    feeds_normed: ClassVar[bool] = True
-    enters_by_fc: ClassVar[bool] = True
-
-
-class Eagle3Network(EagleNetwork):
-    """EAGLE-3: the first layer attends over embedding and state side by side."""
-
-    def __init__(self, config: EagleConfig):
-        super().__init__(config)
-        size, count = config.target_hidden_size, config.num_states
-        # Over all captured states together in some variants, over each of them in EAGLE-3.1.
-        self.input_norm: nn.Module = _norm(config, "input_norm", count * size)
-        chunks = range(count) if "fc_norm.0" in config.norms else ()
-        self.fc_norm: nn.ModuleList = nn.ModuleList(_norm(config, f"fc_norm.{index}", size) for index in chunks)
-        if config.mask_token_id is not None:
-            self.mask_hidden: nn.Parameter = nn.Parameter(torch.zeros(count * size))
-
-    def _layer(self, index):
-        return (EagleLayer if index else FirstEagle3Layer)(self.config, index)
-
-    def fuse(self, states: dict[int | str, torch.Tensor]) -> torch.Tensor:
-        fused = self.input_norm(super().fuse(states))
-        if self.fc_norm:
-            chunks = fused.split(self.config.target_hidden_size, dim=-1)
-            fused = torch.cat([norm(chunk) for norm, chunk in zip(self.fc_norm, chunks)], dim=-1)
-        return self.fc(fused)
-
-    def mask_state(self) -> torch.Tensor:
-        """The state `(1, 1, h)` of masks, made as those of the target are."""
-        parts = self.mask_hidden.split(self.config.target_hidden_size)
-        return self.fuse({key: part[None, None] for key, part in zip(self.target_hidden_states, parts)})
-
-
 class EagleLayer(DecoderLayer):
-    """A decoder layer of the Llama or Qwen3 kind, with the norms and biases that its checkpoint has."""
+    """A decoder layer of the Llama or Qwen3 kind, with the norms and biases that its checkpoint has.
 
-    widths = 1  # times h: what the projections of queries, keys and values read
+    EAGLE-3's first one attends over embedding and state side by side, normed each by itself.
+    """
 
     def __init__(self, config: EagleConfig, index: int):
-        name, size = f"layers.{index}", config.hidden_size
+        name, size, reads_both = f"layers.{index}", config.hidden_size, config.method == "eagle3" and index == 0
         attention, mlp = (
             {bias.removeprefix(part) for bias in config.biases if bias.startswith(part)}
             for part in (f"{name}.self_attn.", f"{name}.mlp.")
         )
         has_head_norms = f"{name}.self_attn.q_norm" in config.norms
         super().__init__(
-            new_attention(config, index, attention, has_head_norms, self.widths * size),
+            new_attention(config, index, attention, has_head_norms, 2 * size if reads_both else size),
             new_mlp(config, mlp),
             _norm(config, f"{name}.input_layernorm", size),
             _norm(config, f"{name}.post_attention_layernorm", size),
         )
-
-
-class FirstEagle3Layer(EagleLayer):
-    """EAGLE-3's first layer, which attends over embedding and state, normed each by itself."""
-
-    widths = 2
-
-    def __init__(self, config: EagleConfig, index: int):
-        super().__init__(config, index)
-        self.hidden_norm: nn.Module = _norm(config, f"layers.{index}.hidden_norm", config.hidden_size)
+        if reads_both:
+            self.hidden_norm: nn.Module = _norm(config, f"{name}.hidden_norm", size)
 
 
 def _norm(config: EagleConfig, name: str, size: int) -> nn.Module:

@@ -15,7 +15,7 @@ from ...training.autoregressive import AutoregressiveRecipe
 from ...training.initial_weights import begin_as, begin_near, copy_rows, layer_sizes
 from . import Eagle1Training, Eagle3Training, PEagleTraining
 from .formats import EagleConfig
-from .network import Eagle1Network, Eagle3Network, EagleNetwork
+from .network import EagleNetwork
 
 
 class Eagle1Recipe(Eagle1Training, AutoregressiveRecipe):
@@ -34,7 +34,7 @@ class Eagle1Recipe(Eagle1Training, AutoregressiveRecipe):
             draft_vocab_size=vocab_size,
             norms=_layer_norms(self.num_layers),
         )
-        network = Eagle1Network(config).attach(target)
+        network = EagleNetwork(config).attach(target)
         # It reads about what the target's last layer reads: the embedding, and a share of the state.
         begin_as(network.layers[0], decoder_layers(target)[-1])
         begin_near(network.fc, (1.0, 0.3))
@@ -91,7 +91,7 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
             has_token_ids=draft_size != vocab_size,
             **self.further_parts(target),
         )
-        network = Eagle3Network(config).attach(target)
+        network = EagleNetwork(config).attach(target)
         if network.embed_tokens is not None:
             copy_rows(network.embed_tokens, target.get_input_embeddings())
         if network.lm_head is not None:

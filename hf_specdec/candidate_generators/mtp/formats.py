@@ -16,9 +16,10 @@ Shapes: h hidden size, N decoder layers of the target, K MTP layers.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import product
 from typing import Any, ClassVar
 
 import torch
@@ -195,9 +196,20 @@ class MtpReader(CheckpointReader):
             self.num_target_layers: int = next(filter(COUNT.is_valid, counts), 0)
         else:
             self.num_target_layers = len(decoder_layers(self.target_model))
-        self.layout: MtpLayout | None  # `None`: it has no MTP layers
-        self.layout, stored = _recognised(self.header.tensors, self.num_target_layers) or (None, {})
-        return stored
+        # Layouts tell themselves apart by `model.`, so that it is only taken off where nothing is known with it.
+        for keeps_model, layout in product((True, False), _LAYOUTS):
+            names: dict[str, str] = {}
+            for stored in self.header.tensors:
+                bare = unwrapped(stored)
+                if keeps_model and "model." in stored[: len(stored) - len(bare)]:
+                    bare = f"model.{bare}"
+                if name := layout.name_of(bare, self.num_target_layers):
+                    names[name] = stored
+            if "eh_proj.0.weight" in names:
+                self.layout: MtpLayout | None = layout
+                return names
+        self.layout = None  # it has no MTP layers
+        return {}
 
     @classmethod
     def count_in_target(cls, header: Header) -> int:
@@ -309,24 +321,6 @@ class AssistantReader(CheckpointReader):
     def check(self) -> None:
         # transformers loads and drives it.
         pass
-
-
-def _recognised(stored: Iterable[str], num_target_layers: int) -> tuple[MtpLayout, dict[str, str]] | None:
-    """The layout of MTP layers, and the stored name of each of their tensors by its name here."""
-    stored = list(stored)
-    # Layouts tell themselves apart by `model.`, so that it is only taken off where nothing is known with it.
-    for bare in (_without_wrapper, unwrapped):
-        for layout in _LAYOUTS:
-            renamed = ((layout.name_of(bare(name), num_target_layers), name) for name in stored)
-            names = {name: old for name, old in renamed if name}
-            if "eh_proj.0.weight" in names:
-                return layout, names
-    return None
-
-
-def _without_wrapper(name: str) -> str:
-    """A name without wrappers but for `model.`."""
-    return f"model.{unwrapped(name)}" if "model." in name[: len(name) - len(unwrapped(name))] else unwrapped(name)
 
 
 def stored_tensors(config: MtpConfig, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:

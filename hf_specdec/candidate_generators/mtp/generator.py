@@ -213,13 +213,15 @@ class LayerEntries(DraftEntries):
             first, counts, width = depth - again, again + added, depth + 1
             self.cache.commit(-again)
         window = {key: _columns(values, first, width) for key, values in both.items()}
-        self._tokens, self._counts, self.layer = window.pop(TOKENS)[..., 0], counts, 0
+        self._tokens, self._counts = window.pop(TOKENS)[..., 0], counts
         self._here = self.plan_read(width)
         self._mask = self.causal_mask(self._here)
-        hidden, output = self._read_layer(0, self.network.fuse(window))
+        self.layer: int = -1
+        self._handed_on = self.network.fuse(window)
+        outputs = self._read_next()
         self.cache.commit(counts)
         state.kept = {key: _columns(values, added, depth) for key, values in both.items()}
-        return hidden, output
+        return outputs
 
     def step(
         self, tokens: torch.LongTensor, hidden: torch.Tensor, parents: torch.LongTensor | slice
@@ -234,16 +236,14 @@ class LayerEntries(DraftEntries):
         while self.layer < self.depth - 1:
             self._read_next(tokens)
 
-    def _read_next(self, tokens: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        last = upload(self._counts, self.device)[:, None] - 1
-        self._tokens = F.pad(self._tokens[:, 1:], (0, 1)).scatter(1, last, tokens.to(self.device))
-        self.layer: int = self.layer + 1
-        return self._read_layer(self.layer, self._handed_on)
-
-    def _read_layer(self, layer: int, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Both outputs of a layer `(R, h)` after the window."""
-        here = self._here
-        outputs = self.network(self._tokens, hidden, here.positions, self._mask, self.cache, layer, here.bound)
+    def _read_next(self, drafted: torch.LongTensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Both outputs `(R, h)` of the next layer after the window, which ends with the tokens drafted before."""
+        if drafted is not None:
+            last = upload(self._counts, self.device)[:, None] - 1
+            self._tokens = F.pad(self._tokens[:, 1:], (0, 1)).scatter(1, last, drafted.to(self.device))
+        self.layer += 1
+        here, read = self._here, (self._tokens, self._handed_on)
+        outputs = self.network(*read, here.positions, self._mask, self.cache, self.layer, here.bound)
         self._handed_on = outputs[0]
         return tuple(last_of_each(output, self._counts) for output in outputs)
 

@@ -192,8 +192,13 @@ class MtpNetwork(DraftModule):
         if counts is not None:
             stream = last_of_each(stream, counts)
             plan = planned(self, stream, cache)
-        output = self.final_norm(stream) if part.norm is None else part.norm(stream)
-        return stream if part.norm is None else output, plan.head(output) if predicts else output
+        if part.norm is None:
+            # What is handed on is in front of the target's final norm.
+            norm = self._target.norm
+            output = norm(stream.to(norm.weight.device)).to(stream)
+        else:
+            stream = output = part.norm(stream)
+        return stream, plan.head(output) if predicts else output
 
     def plan(self, way: Way, dtype: torch.dtype) -> MtpPlan:
         """What it computes with around its layers."""
@@ -235,11 +240,6 @@ class MtpNetwork(DraftModule):
     def rotary_emb(self) -> nn.Module:
         """The target's rotary embedding."""
         return self._target.rotary
-
-    def final_norm(self, stream: torch.Tensor) -> torch.Tensor:
-        """The target's final norm of the stream `(R, T, h)`, for layouts that predict in front of it."""
-        norm = self._target.norm
-        return norm(stream.to(norm.weight.device)).to(stream)
 
     def logits(self, output: torch.Tensor, cache: KeyValueCache | None = None) -> torch.Tensor:
         """Logits `(..., V)`, from the second tensor of `forward`, `(..., h)`."""
@@ -334,8 +334,16 @@ def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int
     check_family(target_model)
     network = MtpNetwork(MtpConfig(MTP_LAYOUT, num_layers, intermediate_size=intermediate_size), target_model)
     wanted = tensor_shapes(network.layers[0])
-    fitting = (layer for layer in reversed(decoder_layers(target_model)) if _can_be_cut(tensor_shapes(layer), wanted))
-    source = next(fitting, None)
+
+    def can_be_cut(layer: nn.Module) -> bool:
+        """Tells whether its tensors have those wanted as their first parts."""
+        shapes = tensor_shapes(layer)
+        if shapes.keys() != wanted.keys():
+            return False
+        pairs = [(shape, wanted[name]) for name, shape in shapes.items()]
+        return all(len(shape) == len(size) and all(map(int.__ge__, shape, size)) for shape, size in pairs)
+
+    source = next(filter(can_be_cut, reversed(decoder_layers(target_model))), None)
     if source is None:
         raise UnsupportedModelError(
             f"None of the decoder layers of {type(target_model).__name__} has the parts of an MTP layer: attention to "
@@ -362,10 +370,3 @@ def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeCon
         )
     revision = config.revision or getattr(source, "_commit_hash", None)
     return config.replace(model=str(name), revision=revision)
-
-
-def _can_be_cut(shapes: dict[str, tuple[int, ...]], wanted: dict[str, tuple[int, ...]]) -> bool:
-    """Tells whether tensors of these shapes have those wanted as their first parts."""
-    pairs = [(shape, wanted.get(name, ())) for name, shape in shapes.items()]
-    fits = (len(shape) == len(size) and all(map(int.__ge__, shape, size)) for shape, size in pairs)
-    return shapes.keys() == wanted.keys() and all(fits)

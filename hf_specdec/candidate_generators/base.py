@@ -75,19 +75,12 @@ class CandidateGenerator(HfCandidateGenerator):
             norm, or boundaries: i is what enters decoder layer i.
         num_best_tokens (`int`): K, tokens that `learn` is told of each verified node; 0: it is not called.
         default_num_speculative_tokens (`int`): k when the user names none.
-        most_speculative_tokens (`int`, *optional*): Largest k that num_speculative_tokens="auto" may choose. `None`:
-            as many as are drafted when the user names no k.
-        loaded_by (`tuple[str, ...]`, *optional*): Flat settings that `load` reads. Configurations that agree in them
-            share what was loaded; `None`: in all of them.
         samples_drafts (`bool`, *optional*): Draft tokens are sampled, and their distributions handed over. `None`: not
             known.
-        default_sample_method (`str`): What `draft_sample_method` is where the options leave it out.
         estimates_acceptance (`bool`): `acceptance_probs` says how good the last drafts are, as the first part of a
             combination must.
         leads (`bool`): In a combination its draft comes first, and that of a method which `continues_leads` after it.
         continues_leads (`bool`): Its drafts go on after the tokens of `DraftStep.leads`.
-        masks_drafts (`bool`): What the grammars of rows forbid is not drafted; else only processors see to that.
-        parts (`tuple[type, ...]`): The generators of which this one consists; the last one may have a draft model.
 
     Args:
         config (`SpeculativeConfig`, *optional*): The settings of the call. `None`: all defaults.
@@ -99,25 +92,22 @@ class CandidateGenerator(HfCandidateGenerator):
     target_hidden_states: ClassVar[tuple[int | str, ...]] = ()
     num_best_tokens: int = 0
     default_num_speculative_tokens: ClassVar[int] = 5
+    # Largest k that num_speculative_tokens="auto" may choose; `None`: as many as are drafted when no k is named.
     most_speculative_tokens: ClassVar[int | None] = None
-
-    default_sample_method: ClassVar[str] = "greedy"
+    # Flat settings that `load` reads: those that agree in them share what was loaded; `None`: in all settings.
+    loaded_by: ClassVar[tuple[str, ...] | None] = None
+    samples_drafts: bool | None = None
+    default_sample_method: ClassVar[str] = "greedy"  # `draft_sample_method` where the options leave it out
     estimates_acceptance: ClassVar[bool] = False
     leads: ClassVar[bool] = False
     continues_leads: ClassVar[bool] = False
-    masks_drafts: ClassVar[bool] = True
-    parts: ClassVar[tuple[type[CandidateGenerator], ...]] = ()
-    samples_drafts: bool | None = None
-    # Generators without settings have the standard acceptance rule.
-    config: SpeculativeConfig | None = None
+    masks_drafts: ClassVar[bool] = True  # what grammars forbid is not drafted; else only processors see to that
+    parts: ClassVar[tuple[type[CandidateGenerator], ...]] = ()  # of a combination; the last may have a draft model
+    config: SpeculativeConfig | None = None  # without settings it has the standard acceptance rule
     session: Session | None = None
-    loaded_by: ClassVar[tuple[str, ...] | None] = None
-    # Lookups in texts until now; `None` for methods that look nothing up.
-    lookups: Lookups | None = None
-    # Tokens of all rows that a part read late, in the last draft, and the seconds of that.
-    late_reading: tuple[int, float] | None = None
-    # What is kept of the active rows.
-    state: RowState | None = None
+    lookups: Lookups | None = None  # in texts until now; `None` for methods that look nothing up
+    late_reading: tuple[int, float] | None = None  # tokens that a part read late in the last draft, and its seconds
+    state: RowState | None = None  # what is kept of the active rows
     _is_bound = False
 
     @classmethod

@@ -58,19 +58,15 @@ class NetworkGenerator(CandidateGenerator):
             has `token_ids` and `target_logits`, see [`DraftNetwork`].
         plan (`TokenTree` or `DynamicTree`): Shape of the drafts.
         threshold (`float`): Probability that a node's path must exceed for the draft to go on there; 0 for any.
-        rates_tokens (`bool`): It is about each token by itself.
         state (`NetworkState`): What is kept of the rows.
-        steers_chains (`bool`): The call's processors change logits of chains also where the best tokens are drafted.
-        drafts_whole (`bool`): A graph drafts in full depth, whatever depth was chosen.
         has_steps (`bool`): `read` is implemented.
-        reads_tokens (`bool`): A draft depends on the tokens that were committed, not on states alone.
     """
 
-    steers_chains: bool = False
-    drafts_whole: bool = False
+    steers_chains: bool = False  # the call's processors change logits of chains also where the best are drafted
+    drafts_whole: bool = False  # a graph drafts in full depth, whatever depth was chosen
     has_steps: bool = False
-    reads_tokens: ClassVar[bool] = True
-    rates_tokens: ClassVar[bool] = False
+    reads_tokens: ClassVar[bool] = True  # a draft depends on the committed tokens, not on states alone
+    rates_tokens: ClassVar[bool] = False  # the threshold is about each token by itself
     threshold: float = 0.0
 
     def __init__(self, config: SpeculativeConfig, resources: Any, session: Session):

@@ -41,7 +41,7 @@ from ...target_facts import CACHE_READERS, decoder_layers, reads_target_cache
 from ...transfers import RowNumbers, last_of_each, upload
 from ..draft_model.network import load_draft_model
 from ..networks import AutoregressiveCandidateGenerator, OverTargetGenerator
-from .network import MtpNetwork, check_family, placed
+from .network import MtpNetwork, check_family
 
 
 def refuse_trees(config: SpeculativeConfig, why: str, todo: str = "Leave it out.") -> None:
@@ -294,18 +294,26 @@ class MtpCandidateGenerator(AutoregressiveCandidateGenerator):
             if reads_target_cache(draft_model):
                 lending_layers(target_model)
                 return draft_model
-        elif config.model is not None and RepoFiles.of(config).config.get("model_type") in CACHE_READERS:
+            return load(MtpNetwork, config, target_model, draft_model)
+        if config.model is not None and RepoFiles.of(config).config.get("model_type") in CACHE_READERS:
             lending_layers(target_model)
             return load_draft_model(config, target_model)
-        else:
-            check_family(target_model)
-            config = placed(config, target_model)
-        return load(MtpNetwork, config, target_model, draft_model)
+        check_family(target_model)
+        if (placed := cls.loaded_from(config, target_model)) is None:
+            raise SpecConfigError(
+                f"This {type(target_model).__name__} was not loaded from a checkpoint, so there is none to read its "
+                "MTP layers from. Pass the folder or repo id of one as `spec_model`."
+            )
+        return load(MtpNetwork, placed, target_model)
 
     @classmethod
     def loaded_from(cls, config: SpeculativeConfig, target_model: torch.nn.Module) -> SpeculativeConfig | None:
-        is_stored = config.model or getattr(target_model.config, "_name_or_path", None)
-        return placed(config, target_model) if is_stored else None
+        source = target_model.config
+        if config.model is not None or not getattr(source, "_name_or_path", None):
+            return super().loaded_from(config, target_model)
+        # The checkpoint of the target itself.
+        revision = config.revision or getattr(source, "_commit_hash", None)
+        return config.replace(model=str(source._name_or_path), revision=revision)
 
     def __new__(cls, config: SpeculativeConfig, resources: Any, session: Session) -> Any:
         """Makes the generator of a call, which for an assistant that reads the target's keys and values is another."""

@@ -355,18 +355,3 @@ def new_mtp(target_model: nn.Module, num_layers: int = 1, intermediate_size: int
         layer.load_state_dict(parts)
     network.norm[0].load_state_dict(target_model.get_decoder().norm.state_dict())
     return network.to(next(source.parameters()).device, target_model.dtype)
-
-
-def placed(config: SpeculativeConfig, target_model: nn.Module) -> SpeculativeConfig:
-    """The settings with the checkpoint that has the MTP layers: unless another is named that of the target itself."""
-    if config.model is not None:
-        return config
-    source = target_model.config
-    name = getattr(source, "_name_or_path", None)
-    if not name:
-        raise SpecConfigError(
-            f"This {type(target_model).__name__} was not loaded from a checkpoint, so there is none to read its "
-            "MTP layers from. Pass the folder or repo id of one as `spec_model`."
-        )
-    revision = config.revision or getattr(source, "_commit_hash", None)
-    return config.replace(model=str(name), revision=revision)

@@ -35,7 +35,7 @@ from typing import Any, ClassVar
 import torch
 
 from ..drafting.draw import DepthLimits, Draw, MaskedDraw, SteeredDraw
-from ..drafting.growth import DraftNodes, DynamicTree, grow
+from ..drafting.growth import DraftNodes, DynamicTree, draft_chain, grow
 from ..drafting.runner import Runner, graph_depth
 from ..drafting.shape import confidence_threshold
 from ..drafting.slots import DRAFT_STATE, DraftEntries, DraftSlots, KnownPrompt
@@ -333,7 +333,13 @@ class AutoregressiveCandidateGenerator(NetworkGenerator):
     def read(self, state: NetworkState, new: Entries, stage: int) -> tuple[torch.Tensor, torch.Tensor]:
         return state.slots.read(new, predicts=True)
 
+    def logits_at_once(self, state: NetworkState, new: Entries, count: int) -> torch.Tensor:
+        """Logits `(R, count, U)` after new entries and the masks that follow them, of a network that has masks."""
+        raise NotImplementedError(f"{type(self).__name__} drafts no tokens at once.")
+
     def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
+        if self.drafts_whole:
+            return draft_chain(self.plan, self.logits_at_once(state, new, limits.deepest), new, limits, draw)
         hidden, logits = state.slots.read(new, predicts=True)
         return grow(self.plan, state.slots.step, hidden, logits, limits, draw)
 

@@ -32,7 +32,7 @@ MOST_LINES = {
     "target": 4918,
     "logits": 1897,
     "drafting": 1533,
-    "candidate_generators": 11582,
+    "candidate_generators": 11573,
     "drafts": 674,
     "checkpoints": 2266,
     "control": 1215,

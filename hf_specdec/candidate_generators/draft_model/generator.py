@@ -28,7 +28,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from transformers.modeling_outputs import BaseModelOutput
 from transformers.utils import logging
 
-from ...checkpoints.loading import checkpoint_errors
+from ...checkpoints.loading import LOADED_BY, checkpoint_errors
 from ...drafting.draw import DepthLimits, Draw
 from ...drafting.growth import DraftNodes, draft_chain, grow
 from ...drafting.runner import Runner
@@ -192,8 +192,7 @@ _SETTINGS_HERE = {
 _TOKENS_AT_ONCE = 8
 
 # Settings that say what to load and how.
-_LOADING = ("model", "revision", "code_revision", "subfolder", "cache_dir", "trust_remote_code")
-_LOADING += ("dtype", "device", "quantization")
+_LOADING = (*LOADED_BY, "code_revision", "trust_remote_code")
 
 
 @dataclass
@@ -240,12 +239,7 @@ class DraftModelCandidateGenerator(NetworkGenerator):
     default_sample_method = "probabilistic"
     masks_drafts = False
     rates_tokens = True
-    loaded_by: ClassVar[tuple[str, ...]] = (
-        *_LOADING,
-        "parallel_drafting",
-        "draft_tokenizer",
-        "draft_vocabulary",
-    )
+    loaded_by: ClassVar[tuple[str, ...]] = (*_LOADING, "parallel_drafting", "draft_tokenizer", "draft_vocabulary")
 
     @classmethod
     def load(

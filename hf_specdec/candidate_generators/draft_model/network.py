@@ -244,10 +244,8 @@ def draft_tokenizer(
     named = getattr(config.options, "draft_tokenizer", None)
     if named is None:
         return load_tokenizer(beside, location)
-    access = checkpoint_location(config)
-    for name in ("revision", "code_revision", "subfolder"):
-        # Of the draft model's repository.
-        access.pop(name, None)
+    of_model = ("revision", "code_revision", "subfolder")
+    access = {name: value for name, value in checkpoint_location(config).items() if name not in of_model}
     tokenizer = load_tokenizer(named, access)
     if tokenizer is None:
         raise SpecConfigError(

@@ -40,6 +40,7 @@ from ...transfers import upload
 
 logger = logging.get_logger(__name__)
 
+_TOKENS = "tokenizer.json"
 _MARKER = "\u2581"
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
@@ -69,13 +70,11 @@ def is_one_tokenizer(first: str | None, second: str | None) -> bool:
     """Tells whether two folders hold the same tokenizer, by its files: large ones take seconds to load and compare."""
     if not first or not second:
         return False
-    folders = Path(first), Path(second)
-    tokens = [folder / "tokenizer.json" for folder in folders]
-    settings = [folder / "tokenizer_config.json" for folder in folders]
     try:
+        settings = [json.loads(Path(name, "tokenizer_config.json").read_bytes()) for name in (first, second)]
         # Templates of chats say nothing of tokens.
-        one, other = ({**json.loads(file.read_bytes()), "chat_template": None} for file in settings)
-        return one == other and tokens[0].read_bytes() == tokens[1].read_bytes()
+        one, other = ({**each, "chat_template": None} for each in settings)
+        return one == other and Path(first, _TOKENS).read_bytes() == Path(second, _TOKENS).read_bytes()
     except (OSError, ValueError, TypeError):
         return False
 

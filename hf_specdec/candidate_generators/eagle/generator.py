@@ -15,13 +15,11 @@ import torch
 import torch.nn.functional as F
 
 from ...checkpoints.loading import LOADED_BY, load
-from ...drafting.draw import DepthLimits, Draw
-from ...drafting.growth import DraftNodes, DynamicTree, draft_chain
+from ...drafting.growth import DynamicTree
 from ...drafting.shape import ExtrapolationOptions, draft_shape
 from ...drafting.slots import DRAFT_STATE, DraftEntries
 from ...drafting.state import Entries, NetworkState
 from ...drafts import TokenTree
-from ...errors import SpecConfigError
 from ...settings import SpeculativeConfig
 from ...settings.checks import MOST_DRAFT_TOKENS, parallel_drafting_field, setting
 from ...transfers import upload
@@ -58,15 +56,7 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
     def load(
         cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: EagleNetwork | None = None
     ) -> EagleNetwork:
-        network = load(EagleNetwork, config, target_model, draft_model)
-        is_parallel, wanted = network.config.mask_token_id is not None, config.options.parallel_drafting
-        if wanted not in (None, is_parallel):
-            does = "all tokens at once, with mask tokens" if is_parallel else "one token after the other"
-            raise SpecConfigError(
-                f"`parallel_drafting`={wanted}, and this head was trained to draft {does}. Leave it out, or pass "
-                "another head."
-            )
-        return network
+        return load(EagleNetwork, config, target_model, draft_model)
 
     def shape(self) -> TokenTree | DynamicTree:
         config = self.network.config
@@ -78,11 +68,8 @@ class EagleCandidateGenerator(AutoregressiveCandidateGenerator):
             reason, length = "the head drafts all tokens at once", config.num_parallel_tokens
         return draft_shape(self.config, config.draft_vocab_size, self.session, reason, length, not self.drafts_whole)
 
-    def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
-        if not self.drafts_whole:
-            return super().draft(state, new, limits, draw)
-        logits = masked_logits(state.slots, new, self.mask_state, limits.deepest)
-        return draft_chain(self.plan, logits, new, limits, draw)
+    def logits_at_once(self, state: NetworkState, new: Entries, count: int) -> torch.Tensor:
+        return masked_logits(state.slots, new, self.mask_state, count)
 
 
 def masked_logits(slots: DraftEntries, new: Entries, mask_state: torch.Tensor, count: int) -> torch.Tensor:

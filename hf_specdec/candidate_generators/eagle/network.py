@@ -113,6 +113,13 @@ class EagleNetwork(DraftNetwork):
                 f"reads when it is loaded; {head} reads {list(states) or 'the one after the final norm'}. Leave it "
                 "out."
             )
+        is_parallel, wanted = self.config.mask_token_id is not None, getattr(config.options, "parallel_drafting", None)
+        if wanted not in (None, is_parallel):
+            does = "all tokens at once, with mask tokens" if is_parallel else "one token after the other"
+            raise SpecConfigError(
+                f"`parallel_drafting`={wanted}, and this head was trained to draft {does}. Leave it out, or pass "
+                "another head."
+            )
         return super().fitted(config, target_model, reader)
 
     def attach(self, target_model: nn.Module) -> EagleNetwork:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
     from ..candidate_generators.base import CandidateGenerator
     from ..target.model import SlotModel
-    from ..target.request import Request
+    from ..target.prompts import Request
     from .output import SpeculativeOutput
 
 

@@ -28,7 +28,7 @@ from ..loader import load_speculator
 from ..method import NO_DRAFTS
 from ..speculator import GivenCandidateGenerator, Speculator
 from ..target.facts import model_profile
-from ..target.request import Request
+from ..target.prompts import Request
 from ..target_facts import CACHE_NAMES, device_of, no_target
 from .build import decode
 from .refusals import check_call, check_forward_inputs, effective

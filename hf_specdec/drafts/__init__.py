@@ -1,8 +1,7 @@
-"""Drafts (`tree`), what follows from the parents of their nodes (`topology`), and shapes decided before (`static`)."""
+"""Drafts, what follows from the parents of their nodes (`tree`), and shapes decided before (`static`)."""
 
 from .static import PUBLISHED_TREES, TokenTree, parse_token_tree
-from .topology import TreeTopology, chain_topology, node_depths, renumbered, static_topology
-from .tree import DraftTree
+from .tree import DraftTree, TreeTopology, chain_topology, node_depths, renumbered, static_topology
 
 
 __all__ = [

@@ -24,7 +24,7 @@ from ..errors import SpecConfigError, shown
 from ..method import MOST_DRAFT_TOKENS
 from ..threads import cached_property
 from ..transfers import kept_on_device, upload
-from .topology import TreeTopology, chain_topology, static_topology
+from .tree import TreeTopology, chain_topology, static_topology
 
 
 Path = tuple[int, ...]
@@ -193,14 +193,9 @@ class TokenTree:
         """Depths and ancestors, computed once per device."""
         return chain_topology(len(self), device) if self.is_chain else static_topology(self.parents, device)
 
-    def levels(self, device: torch.device) -> Sequence[Level]:
-        """The tree depth by depth, for drafters that read nodes to find their children."""
-        if self.is_chain:
-            return [Level(1, slice(None), slice(None), slice(None))] * len(self.paths)
-        return self._levels(device)
-
     @kept_on_device
-    def _levels(self, device: torch.device) -> list[Level]:
+    def levels(self, device: torch.device) -> list[Level]:
+        """The tree depth by depth, for drafters that read nodes to find their children."""
         with_children = {path[:-1] for path in self.paths}
         read: list[Path] = [()]
         levels = []
@@ -209,26 +204,17 @@ class TokenTree:
             nodes = [path for path in self.paths if len(path) == depth]
             read = [path for path in nodes if path in with_children]
             picks, read_picks = ([place[path[:-1]] * width + path[-1] for path in paths] for paths in (nodes, read))
-            parents = [place[path[:-1]] for path in read]
-            num_candidates = len(place) * width
+            indices = [(picks, len(place) * width), (read_picks, len(place) * width)]
+            indices.append(([place[path[:-1]] for path in read], len(place)))
+            # A slice costs nothing.
             levels.append(
-                Level(
-                    width,
-                    _index(picks, num_candidates, device),
-                    _index(read_picks, num_candidates, device),
-                    _index(parents, len(place), device),
-                )
+                Level(width, *(slice(None) if at == list(range(size)) else upload(at, device) for at, size in indices))
             )
         return levels
 
     @cached_property
     def is_chain(self) -> bool:
         return all(parent == node - 1 for node, parent in enumerate(self.parents))
-
-
-def _index(places: list[int], size: int, device: torch.device) -> torch.LongTensor | slice:
-    """Places among so many; a slice, which costs nothing, where they are all of them in their order."""
-    return slice(None) if places == list(range(size)) else upload(places, device)
 
 
 def parse_token_tree(value: Any) -> tuple[Path, ...]:
@@ -243,7 +229,14 @@ def parse_token_tree(value: Any) -> tuple[Path, ...]:
             paths = ast.literal_eval(value)
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             paths = None
-    if not isinstance(paths, (list, tuple)) or not paths or not all(map(_is_path, paths)):
+
+    def is_path(value: Any) -> bool:
+        is_list = isinstance(value, (list, tuple)) and len(value) > 0
+        return is_list and all(
+            isinstance(rank, Integral) and not isinstance(rank, bool) and int(rank) >= 0 for rank in value
+        )
+
+    if not isinstance(paths, (list, tuple)) or not paths or not all(map(is_path, paths)):
         raise SpecConfigError(
             "`speculative_token_tree` must be a list of paths of child ranks, such as [(0,), (1,), (0, 0)] for two "
             "children of the anchor of which the first has a child, or the name of a published tree "
@@ -258,10 +251,3 @@ def parse_token_tree(value: Any) -> tuple[Path, ...]:
     if len(tree) > MAX_NODES:
         raise SpecConfigError(f"`speculative_token_tree` has {len(tree)} nodes. Use at most {MAX_NODES}.")
     return tree.paths
-
-
-def _is_path(value: Any) -> bool:
-    is_list = isinstance(value, (list, tuple)) and len(value) > 0
-    return is_list and all(
-        isinstance(rank, Integral) and not isinstance(rank, bool) and int(rank) >= 0 for rank in value
-    )

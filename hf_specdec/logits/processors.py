@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import copy
 import inspect
-from functools import lru_cache, reduce
+from functools import reduce
 from typing import Any
 
 import numpy as np
 import torch
 from transformers.generation import logits_process as hf
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessorList
 
 from ..errors import SpecConfigError, shown
-from .grammar.masks import GrammarMask
-from .grammar.rows import RowGrammars
+from .grammar.masks import GrammarMask, RowGrammars
 from .warpers import TOGETHER, Warpers, and_then
 
 
@@ -66,7 +65,8 @@ class ProcessorStack:
         self.processors: LogitsProcessorList = processors
         self.grammar: RowGrammars | None = grammar
         # Where a processor takes more than tokens and scores, transformers' own list says what is missing.
-        asks_more = any(_num_arguments(type(processor)) > 2 for processor in processors)
+        signatures = [inspect.signature(type(processor).__call__) for processor in processors]
+        asks_more = any(len(signature.parameters) > 3 for signature in signatures)
         self._list = LogitsProcessorList if asks_more else _Processors
         self._run = self._list(reduce(and_then, processors, []))
         kinds = [type(processor) for processor in processors if not self._is_grammar(processor)]
@@ -91,8 +91,12 @@ class ProcessorStack:
         """Equal for stacks that make the same of all scores; `None` where more than the scores is read."""
         if self.reads_tokens:
             return None
+
+        def hashable(value: Any) -> tuple[Any, ...] | str:
+            return tuple(value.flatten().tolist()) if torch.is_tensor(value) else repr(value)
+
         return tuple(
-            (type(processor), *((name, _hashable(value)) for name, value in vars(processor).items()))
+            (type(processor), *((name, hashable(value)) for name, value in vars(processor).items()))
             for processor in self.processors
         )
 
@@ -149,7 +153,13 @@ class ProcessorStack:
 
     def _for(self, rows: list[int], masks: np.ndarray | None) -> LogitsProcessorList:
         """The processors with their per-row settings cut to these rows."""
-        selected = self._list(_select_rows(processor, rows) for processor in self._run)
+        selected = self._list()
+        for processor in self._run:
+            ignored = getattr(processor, "prompt_ignore_length", None)
+            if torch.is_tensor(ignored):
+                processor = copy.copy(processor)
+                processor.prompt_ignore_length = ignored[rows]
+            selected.append(processor)
         return selected if masks is None else self._masking(selected, masks)
 
     def _masking(self, run: LogitsProcessorList, masks: np.ndarray) -> LogitsProcessorList:
@@ -171,21 +181,3 @@ class _Processors(LogitsProcessorList):
                 "Look at those that are your own."
             )
         return scores
-
-
-@lru_cache(maxsize=256)
-def _num_arguments(kind: type) -> int:
-    return len(inspect.signature(kind.__call__).parameters) - 1
-
-
-def _hashable(value: Any) -> tuple[Any, ...] | str:
-    return tuple(value.flatten().tolist()) if torch.is_tensor(value) else repr(value)
-
-
-def _select_rows(processor: LogitsProcessor, rows: list[int]) -> LogitsProcessor:
-    ignored = getattr(processor, "prompt_ignore_length", None)
-    if not torch.is_tensor(ignored):
-        return processor
-    processor = copy.copy(processor)
-    processor.prompt_ignore_length = ignored[rows]
-    return processor

@@ -124,7 +124,15 @@ class TypicalRule(StandardRule):
         token_log_probs = log_probs.flatten(1).gather(1, parents * scores.shape[-1] + tokens)
         valid = arange(draft.size, tokens.device) < draft.num_nodes[:, None]
         accepted = (token_log_probs.exp() > limits.gather(1, parents)) & valid
-        num_accepted, path = tree_path(draft, _best_path(draft, accepted, token_log_probs))
+        # The longest path of accepted nodes from the anchor, among equals the likeliest.
+        ancestors = draft.topology.ancestors[..., 1:, 1:].expand(*accepted.shape, draft.size)
+        reached = ~(ancestors & ~accepted[:, None, :]).any(-1)
+        lengths = draft.topology.depths[..., 1:] * reached
+        summable = token_log_probs.masked_fill(~accepted, 0.0).to(widest_float(accepted.device))
+        likelihood = torch.where(ancestors, summable[:, None, :], 0.0).sum(-1)
+        last = likelihood.masked_fill(lengths < lengths.amax(1, keepdim=True), -torch.inf).argmax(1)
+        on_path = rows_at(ancestors, last) & reached.gather(1, last[:, None])
+        num_accepted, path = tree_path(draft, on_path)
         return Acceptance.of_path(tokens, num_accepted, path, pick(best, path[:, -1]))
 
 
@@ -157,14 +165,9 @@ class CapturedJudge:
 
     @property
     def settings(self) -> tuple[Any, ...] | None:
-        """Whatever else a graph has built in; `None` where the target's best tokens decide."""
+        """Whatever else a graph has built in; `None` where the target's best tokens decide, of which there is one."""
         is_plain = type(self.rule) is StandardRule and not self.rule.samples and not self.stack
         return None if is_plain else (self.rule.signature, self.stack.signature)
-
-    @property
-    def may_fail(self) -> bool:
-        """Scores may leave no token to choose."""
-        return self.settings is not None
 
     def judge(self, draft: DraftTree, logits: torch.Tensor, keys: RowKeys) -> Acceptance:
         """Judges drafts by logits `(R, T, V)`, with keys of the graph; a token that could not be drawn is -1."""
@@ -275,17 +278,6 @@ def block_thresholds(draft: DraftTree, target_probs: torch.FloatTensor) -> tuple
     depths = arange(draft.size + 1, tokens.device)[1:]
     thresholds = torch.where(depths == draft.num_nodes[:, None], ratios, thresholds)
     return ratios, thresholds.masked_fill(depths > draft.num_nodes[:, None], 0.0)
-
-
-def _best_path(draft: DraftTree, accepted: torch.BoolTensor, log_probs: torch.FloatTensor) -> torch.BoolTensor:
-    """Mask `(R, N)` of the longest path of accepted nodes from the anchor, among equals the likeliest."""
-    ancestors = draft.topology.ancestors[..., 1:, 1:].expand(*accepted.shape, draft.size)
-    reached = ~(ancestors & ~accepted[:, None, :]).any(-1)
-    lengths = draft.topology.depths[..., 1:] * reached
-    summable = log_probs.masked_fill(~accepted, 0.0).to(widest_float(accepted.device))
-    likelihood = torch.where(ancestors, summable[:, None, :], 0.0).sum(-1)
-    last = likelihood.masked_fill(lengths < lengths.amax(1, keepdim=True), -torch.inf).argmax(1)
-    return rows_at(ancestors, last) & reached.gather(1, last[:, None])
 
 
 def accept_synthetic(

@@ -15,9 +15,8 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from ..drafts import DraftTree
 from ..kernels.sampling import propose_from_probs
-from .grammar.masks import GrowingMasks
+from .grammar.masks import GrowingMasks, constrained
 from .grammar.matchers import GrammarMatcher
-from .grammar.rows import constrained
 from .processors import ProcessorStack
 from .randomness import DRAFT, RowUniforms
 

@@ -9,8 +9,6 @@ Shapes: R rows, V vocabulary, C tokens that are put in order.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
@@ -21,7 +19,6 @@ from ..kernels.warpers import Warping, can_warp, warped
 # C: the first that are put in order.
 _FIRST = 1024
 
-
 # The first tokens `(R, C)`, which of them are kept, and rows `(R,)` where that does not say all.
 FirstTokens = tuple[torch.LongTensor, torch.BoolTensor, torch.BoolTensor]
 
@@ -29,9 +26,9 @@ FirstTokens = tuple[torch.LongTensor, torch.BoolTensor, torch.BoolTensor]
 class _WithoutSort:
     """transformers' warper for the first tokens in its order; others are looked at only in rows that need more."""
 
-    def __init__(self, warper: LogitsProcessor, first: Callable[[LogitsProcessor, torch.FloatTensor], FirstTokens]):
+    def __init__(self, warper: LogitsProcessor):
         self.warper = warper
-        self._first = first
+        self._first = _FIRST_OF[type(warper)]
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """Scores `(R, V)` of which those of tokens that are not kept are the warper's `filter_value`."""
@@ -79,11 +76,9 @@ _FIRST_OF = {hf.TopPLogitsWarper: _most_probable, hf.TypicalLogitsWarper: _most_
 
 def without_sort(processor: LogitsProcessor) -> LogitsProcessor | _WithoutSort:
     """The processor itself, or what does the same in less time on a CPU."""
-    first = _FIRST_OF.get(type(processor))
     # Of a whole distribution all tokens are kept, however small.
-    if first is None or (first is _most_probable and processor.top_p >= 1):
-        return processor
-    return _WithoutSort(processor, first)
+    is_whole = getattr(processor, "top_p", 0.0) >= 1
+    return processor if is_whole or type(processor) not in _FIRST_OF else _WithoutSort(processor)
 
 
 # What can be applied together, in this order, and what each of them is told.
@@ -119,7 +114,13 @@ Run = list[LogitsProcessor | Warpers | _WithoutSort]
 
 def and_then(run: Run, processor: LogitsProcessor) -> Run:
     """Processors that make of scores what those of a run and one more make of them, in less time."""
-    if not _is_plain(processor):
+    is_plain = (
+        type(processor) in TOGETHER
+        and getattr(processor, "min_tokens_to_keep", 1) == 1
+        and getattr(processor, "filter_value", -torch.inf) == -torch.inf
+        and getattr(processor, "top_p", 0.0) < 1
+    )
+    if not is_plain:
         return [*run, without_sort(processor)]
     order = list(TOGETHER)
     if run and isinstance(run[-1], Warpers):
@@ -127,13 +128,3 @@ def and_then(run: Run, processor: LogitsProcessor) -> Run:
         if order.index(type(warpers[-1])) < order.index(type(processor)):
             return [*run[:-1], Warpers([*warpers, processor])]
     return [*run, Warpers([processor])]
-
-
-def _is_plain(processor: LogitsProcessor) -> bool:
-    """Whether a processor is a warper that can be applied together with others."""
-    return (
-        type(processor) in TOGETHER
-        and getattr(processor, "min_tokens_to_keep", 1) == 1
-        and getattr(processor, "filter_value", -torch.inf) == -torch.inf
-        and getattr(processor, "top_p", 0.0) < 1
-    )

@@ -32,7 +32,7 @@ from .rows import Rows
 
 if TYPE_CHECKING:
     from ..candidate_generators.base import CandidateGenerator
-    from ..target.request import Request
+    from ..target.prompts import Request
 
 
 @dataclass(eq=False)

@@ -25,7 +25,7 @@ from .texts import Texts
 
 if TYPE_CHECKING:
     from ..logits.grammar.matchers import GrammarMatcher
-    from ..target.request import Request
+    from ..target.prompts import Request
     from .judging import Verifier
     from .recorder import StepRecorder
 

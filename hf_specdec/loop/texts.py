@@ -25,7 +25,7 @@ from ..settings.checks import MOST_INTEGER
 
 
 if TYPE_CHECKING:
-    from ..target.request import Request
+    from ..target.prompts import Request
     from .recorder import StepRecorder
 
 

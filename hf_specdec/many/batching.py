@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -88,7 +89,12 @@ def generate_batch(
         raise no_target(model)
     if foreign := [name for name in _OF_MANY if name in kwargs]:
         raise SpecConfigError(f"generate_batch() has no argument `{foreign[0]}`. See generate_many().")
-    prompts = _prompts(inputs)
+    prompts: list[list[Any]] | None = None
+    with suppress(TypeError):
+        if isinstance(inputs, Sequence) and not any(isinstance(one, (str, bytes, dict)) for one in (inputs, *inputs)):
+            prompts = [list(one) for one in inputs]
+    if prompts is None:
+        raise SpecConfigError(f"generate_batch() takes lists of token ids, got {shown(inputs)}. See generate_many().")
     if not prompts:
         return {}
     check_config(generation_config)
@@ -125,16 +131,6 @@ def generate_batch(
         outputs[name].created_time = began
         outputs[name].lifespan = (began, perf_counter())
     return outputs
-
-
-def _prompts(inputs: Any) -> list[list[Any]]:
-    """Prompts as lists."""
-    try:
-        if isinstance(inputs, Sequence) and not any(isinstance(one, (str, bytes, dict)) for one in (inputs, *inputs)):
-            return [list(one) for one in inputs]
-    except TypeError:
-        pass
-    raise SpecConfigError(f"generate_batch() takes lists of token ids, got {shown(inputs)}. See generate_many().")
 
 
 def output_of(name: str, prompt: list[int], result: RequestResult) -> SpeculativeGenerationOutput:

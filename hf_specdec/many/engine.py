@@ -133,9 +133,17 @@ class Engine:
     @torch.inference_mode(False)
     @torch.no_grad()
     def step(self) -> list[Row]:
-        """Takes in who waits, and makes one cycle; returns the rows that have ended."""
+        """Takes in who waits, as many as there is room for, and makes one cycle; returns the rows that have ended."""
         with self.reader.telling_adapters():
-            if rows := self._next_rows():
+            rows: list[Row] = []
+            in_flight = 0 if self._loop is None else sum(row.most_tokens for row in self._loop.rows.groups)
+            are_gathered = self._gathers and self._loop is not None and self._num_free * _FREE_PART < self._batch_size
+            while self._waiting and len(rows) < self._num_free and not are_gathered:
+                in_flight += self._waiting[0].most_tokens
+                if self._max_tokens is not None and in_flight > self._max_tokens:
+                    break
+                rows.append(self._waiting.popleft())
+            if rows:
                 self._read(rows)
             self._cycle()
             self._end_empty_loop()
@@ -186,7 +194,11 @@ class Engine:
         self._ended += [row for row in rows if row.has_ended]
         rows = [row for row in rows if not row.has_ended]
         for row in rows:
-            row.read_again()
+            # Its text so far is the prompt of another loop; where that cannot be, it begins anew.
+            if row.top_logprobs is not None and len(row.logprobs) != len(row.tokens):
+                row.restart()
+            # One token more comes from what is read.
+            row.stats.num_committed_tokens = len(row.tokens) + 1
         return rows
 
     def _end_empty_loop(self) -> None:
@@ -205,24 +217,20 @@ class Engine:
 
     # Who comes in
 
-    def _next_rows(self) -> list[Row]:
-        """Those that have waited longest, as many as there is room for."""
-        rows: list[Row] = []
-        if self._gathers and self._loop is not None and self._num_free * _FREE_PART < self._batch_size:
-            return rows
-        in_flight = 0 if self._loop is None else sum(row.most_tokens for row in self._loop.rows.groups)
-        while self._waiting and len(rows) < self._num_free:
-            in_flight += self._waiting[0].most_tokens
-            if self._max_tokens is not None and in_flight > self._max_tokens:
-                break
-            rows.append(self._waiting.popleft())
-        return rows
-
     def _read(self, rows: list[Row]) -> None:
         """Reads the prompts of rows and lets them join; one by one where that fails for all together."""
         loop, host = None, self._loop
         try:
-            loop = self._loop_of(rows)
+            request = self.reader.together(rows)
+            # Mixers of some recurrent layers begin anew when they read several tokens at once.
+            if host is not None and not self._profile.is_recurrent:
+                request.chunk_size, request.between_chunks = self._chunk_size, self._cycle
+            table = Rows(self._batch_size)
+            observers, is_first = [RowLogprobs(table)], host is None
+            loop = build(request, self._speculator, table, rows, observers=observers, is_first=is_first)
+            for row in rows:
+                for name in ("method", "rejection_sample_method", "num_spec_tokens"):
+                    setattr(row.stats, name, getattr(loop.stats, name))
             loop.begin()
         except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
             self._read_one_by_one(rows, loop, error)
@@ -234,22 +242,19 @@ class Engine:
             # Those that it was to join have failed, and it has neither graphs nor listeners of its own.
             self._waiting.extendleft(reversed(self._break_up(loop)))
         elif loop.rows.groups:
-            self._join(loop)
+            newcomers = loop.rows.groups
+            try:
+                host.join(loop)
+            except Exception as error:  # noqa: BLE001 - as above
+                clear_frames(error.__traceback__)
+                others = [row for row in self._break_up(host) if row not in newcomers]
+                if others:
+                    self._read(others)
+                self._read_one_by_one(newcomers, loop, error)
         else:
             host.stats.add(loop.stats)
             loop.close()
         self._end_empty_loop()  # newcomers cannot join a drafter that has read nothing
-
-    def _join(self, loop: DecodingLoop) -> None:
-        host, newcomers = self._loop, loop.rows.groups
-        try:
-            host.join(loop)
-        except Exception as error:  # noqa: BLE001 - of any kind: it is that of some request
-            clear_frames(error.__traceback__)
-            others = [row for row in self._break_up(host) if row not in newcomers]
-            if others:
-                self._read(others)
-            self._read_one_by_one(newcomers, loop, error)
 
     def _read_one_by_one(self, rows: list[Row], loop: DecodingLoop | None, error: Exception) -> None:
         """Reads rows each for itself where something has failed for all of them; of a single one it is the error."""
@@ -264,15 +269,3 @@ class Engine:
                 self._fail(row, error)
             else:
                 self._read([row])
-
-    def _loop_of(self, rows: list[Row]) -> DecodingLoop:
-        request = self.reader.together(rows)
-        # Mixers of some recurrent layers begin anew when they read several tokens at once.
-        if self._loop is not None and not self._profile.is_recurrent:
-            request.chunk_size, request.between_chunks = self._chunk_size, self._cycle
-        table, is_first = Rows(self._batch_size), self._loop is None
-        loop = build(request, self._speculator, table, rows, observers=[RowLogprobs(table)], is_first=is_first)
-        for row in rows:
-            for name in ("method", "rejection_sample_method", "num_spec_tokens"):
-                setattr(row.stats, name, getattr(loop.stats, name))
-        return loop

@@ -15,7 +15,7 @@ from ..errors import SpecConfigError, SpecDecError, shown
 from ..metrics import SpecDecodingStats
 from ..settings.checks import is_int
 from .engine import Engine, engine_of_run
-from .journal import Journal, key_of
+from .files import Journal, key_of
 from .requests import several
 from .row import RequestResult
 

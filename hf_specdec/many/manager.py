@@ -326,13 +326,24 @@ class SpeculativeBatchingManager:
                     with self._news:
                         changed, self._changed = self._changed, []
                     for request in changed:
-                        self._take_in(request)
+                        if (row := request.row) is not None and row.owner is not None:
+                            self._engine.cancel(row)
+                        elif request.is_cancelled or row is None:
+                            self._end_request(request)
+                        elif self._open.get(request.name) is request:  # all may have ended since it was prepared
+                            row.owner = request
+                            self._engine.add(row)
                     ended = self._engine.step()
                 for row in ended:
                     is_given_up = row.is_cancelled and row.error is None
                     result = None if is_given_up else RequestResult.of_row(row)
                     self._end_request(row.owner, result, is_refused=isinstance(row.error, SpecConfigError))
-                self._stream()
+                with self._news:
+                    going_on = [(request, request.row) for request in self._open.values()]
+                for request, row in going_on:
+                    if row is not None and request.num_streamed is not None and request.num_streamed < row.num_tokens:
+                        request.num_streamed = row.num_tokens
+                        self._hand_over(request, output_of(request.name, request.tokens, RequestResult.of_row(row)))
             with self._news:
                 goes_on = not self._is_done
         except Exception as error:  # noqa: BLE001 - of any kind: those who wait have to hear of it
@@ -341,26 +352,6 @@ class SpeculativeBatchingManager:
             if not goes_on:
                 self._close()
         return goes_on
-
-    def _take_in(self, request: _Request) -> None:
-        """Lets a request that is prepared wait for a place, and gives up one that was cancelled."""
-        row = request.row
-        if row is not None and row.owner is not None:
-            self._engine.cancel(row)
-        elif request.is_cancelled or row is None:
-            self._end_request(request)
-        elif self._open.get(request.name) is request:  # all may have ended since it was prepared
-            row.owner = request
-            self._engine.add(row)
-
-    def _stream(self) -> None:
-        """Gives out what has come for requests that stream."""
-        with self._news:
-            streaming = [(request, request.row, request.num_streamed) for request in self._open.values()]
-        for request, row, num_streamed in streaming:
-            if row is not None and num_streamed is not None and num_streamed < row.num_tokens:
-                request.num_streamed = row.num_tokens
-                self._hand_over(request, output_of(request.name, request.tokens, RequestResult.of_row(row)))
 
     def _end_request(self, request: _Request, result: RequestResult | None = None, is_refused: bool = False) -> None:
         """Closes a request with its last output; without a result, nothing comes for it any more."""

@@ -17,14 +17,14 @@ from ..arguments import ARGUMENTS, is_off, original_generate
 from ..call.entry import SPELLINGS, prepare_request
 from ..call.refusals import check_sharing, effective
 from ..errors import SpecConfigError, SpecDecError, shown
-from ..logits.grammar.rows import grammar_of
+from ..logits.grammar.masks import grammar_of
 from ..logits.randomness import seed_from_torch
 from ..method import NO_DRAFTS
 from ..prompts import PROMPT_FIELDS, TOKENS_FIELD, WHOLE_FIELDS, is_chat, prompts_in
 from ..settings.checks import MOST_INTEGER, Bounds, checked
 from ..target.parts.adapters import AdapterChoice
 from ..target.parts.rotary import check_constant_rotary
-from ..target.request import Request
+from ..target.prompts import Request
 from ..target_facts import forward_arguments, num_embeddings, vocabulary_size
 from ..threads import Recent, cached_property
 from .row import Row

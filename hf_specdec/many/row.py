@@ -15,7 +15,7 @@ from ..loop.observers import Observer
 from ..loop.rows import Group, Rows
 from ..metrics import SpecDecodingStats
 from ..settings.checks import MOST_INTEGER
-from ..target.request import Request
+from ..target.prompts import Request
 from ..transfers import take_nodes, upload
 
 
@@ -57,13 +57,6 @@ class Row(Group):
         # prompt.
         self.stats: SpecDecodingStats = SpecDecodingStats(batch_size=1, num_committed_tokens=1)
         self.logprobs: list[TokenLogprobs] = []
-
-    def read_again(self) -> None:
-        """Makes its text so far the prompt of another loop; where that cannot be, it begins anew."""
-        if self.top_logprobs is not None and len(self.logprobs) != len(self.tokens):
-            self.restart()
-        # One token more comes from what is read.
-        self.stats.num_committed_tokens = len(self.tokens) + 1
 
     @property
     def length(self) -> int:

@@ -25,7 +25,7 @@ from ..kernels._triton import use_triton
 from ..kernels.cache import WritePlan, move_slots, write_slots
 from ..kernels.indexing import arange
 from ..transfers import RowNumbers, kept_tensor, upload
-from .parts.recurrent_state import RecurrentState, load_state
+from .parts.recurrent_state import RecurrentState
 from .store import SlotStore
 
 
@@ -187,7 +187,12 @@ class SlotCache(Cache):
         """Copies in what earlier calls have left in a `DynamicCache` or `StaticCache`."""
         for index, layer in enumerate(cache.layers):
             if getattr(layer, "conv_states", None):
-                self.layer_at(index).recurrent = load_state(layer)
+                sizes = layer.conv_kernel_size
+                last = {
+                    key: state[..., -sizes[key] :] for key, state in layer.conv_states.items() if state is not None
+                }
+                states = {key: state for key, state in layer.recurrent_states.items() if state is not None}
+                self.layer_at(index).recurrent = RecurrentState(last, states).clone()
             keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
             if keys is None or values is None:
                 continue

@@ -67,21 +67,15 @@ class NoWaiting(TorchDispatchMode):
         kwargs = kwargs or {}
         if operation.overloadpacket in WAITING or picks_by_mask(operation, args):
             raise CannotCaptureError(f"{operation} waits for the device")
-        if picks_from_host(operation, args):
-            raise CannotCaptureError(f"{operation} copies an index from the host")
+        if operation.overloadpacket in _PICKING and args[0].device.type != "cpu":
+            if any(index is not None and index.device.type == "cpu" for index in args[1]):
+                raise CannotCaptureError(f"{operation} copies an index from the host")
         output = operation(*args, **kwargs)
         if operation.overloadpacket in _COPIES:
             tensors = [value for value in tree_iter((args, output)) if torch.is_tensor(value)]
             if len({tensor.device for tensor in tensors}) > 1:
                 raise CannotCaptureError(f"{operation} copies between host and device")
         return output
-
-
-def picks_from_host(operation: Any, args: tuple[Any, ...]) -> bool:
-    """A tensor on a device is indexed by one on the host."""
-    if operation.overloadpacket not in _PICKING or args[0].device.type == "cpu":
-        return False
-    return any(index is not None and index.device.type == "cpu" for index in args[1])
 
 
 def picks_by_mask(operation: Any, args: tuple[Any, ...]) -> bool:

@@ -24,8 +24,7 @@ from ..target_facts import quantisation
 from .forward import SlotForward
 from .model import SlotModel
 from .parts.rotary import ChangingRotary
-from .prompts import Continuation, following_inputs
-from .request import Request
+from .prompts import Continuation, Request, following_inputs
 
 
 # Largest difference of logits by rounding, as a part of their spread over the vocabulary.
@@ -72,7 +71,12 @@ def check_continuation(
     finally:
         target.graphs = graphs
     differences = _differences(logits, expected.to(logits.device))
-    limit = _ROUNDING if _is_precise(model) else _COARSE_ROUNDING
+    device = model.device.type
+    is_cast = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+    # Layers may round what they read, too.
+    is_wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
+    is_coarse = is_cast or torch.get_float32_matmul_precision() != "highest" or quantisation(model) is not None
+    limit = _ROUNDING if is_wide and not is_coarse else _COARSE_ROUNDING
     if limit == _COARSE_ROUNDING and count > 1:
         # A single token may be near a tie of experts.
         differences = torch.minimum(differences[:, :-1], differences[:, 1:])
@@ -137,15 +141,3 @@ def _differences(logits: torch.Tensor, expected: torch.Tensor) -> torch.Tensor:
     spread = (expected - mean).where(is_usual, 0).square().sum(-1)
     error = (logits - expected).where(is_usual, 0).square().sum(-1)
     return (error / spread.clamp(min=torch.finfo(torch.float32).tiny)).sqrt()
-
-
-def _is_precise(model: nn.Module) -> bool:
-    """Tells whether the model computes in float32 throughout."""
-    device = model.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
-        return False
-    if torch.get_float32_matmul_precision() != "highest":
-        return False
-    # Layers may round what they read, too.
-    is_wide = all(parameter.dtype in (torch.float32, torch.float64) for parameter in model.parameters())
-    return is_wide and quantisation(model) is None

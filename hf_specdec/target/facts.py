@@ -12,11 +12,9 @@ from transformers.generation import GenerationMixin
 
 from ..errors import UnsupportedModelError
 from ..target_facts import CACHE_NAMES, cache_name_among
-from .cache import SlotCache
-from .forward import Part
 from .masks import FULL, Span
 from .parts.positions import CountedPositions
-from .parts.recurrent import RecurrentLayers, mixers
+from .parts.recurrent import mixers
 
 
 # Models that count slots, though they take positions or count them in a known way; those that do neither always do.
@@ -101,11 +99,6 @@ class ModelProfile:
     def of_decoder(self, name: str) -> str:
         """The name of the forward's arguments and outputs for what its decoder has under this one."""
         return f"decoder_{name}" if self.has_encoder else name
-
-    def parts(self, model: torch.nn.Module, cache: SlotCache) -> list[Part]:
-        """What forwards of the model need over slots that hold its prompts."""
-        parts: list[Part] = [] if self.counted is None else [self.counted]
-        return [*parts, RecurrentLayers(model, cache)] if self.is_recurrent else parts
 
     def named_masks(self, masks: list[torch.Tensor]) -> torch.Tensor | dict[str, torch.Tensor | None]:
         """The masks of all spans as the model's forward takes them."""

@@ -103,10 +103,6 @@ class Part:
     def join(self, other: Any) -> None:
         """Takes over the rows of the same part of another call after its own."""
 
-    def without_rows(self) -> Any:
-        """The same part of a call that has none, for rows of this one to join."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Ends the call."""
 

@@ -139,7 +139,7 @@ def graphed_verification(
     copies = () if states is None else states[:, :rows].clone().unbind()
     outcome, states = outcome.copy_of_rows(rows), dict(zip(slots.states, copies))
     successors = outcome["successors"].unflatten(1, (logits.shape[1], -1)) if slots.num_successors else None
-    return SlotOutput(logits[:rows, :nodes], states, None, outcome, successors, judge.may_fail)
+    return SlotOutput(logits[:rows, :nodes], states, None, outcome, successors, judge.settings is not None)
 
 
 def graphed_forward(
@@ -176,7 +176,7 @@ def _run(
     if not nodes <= size <= MAX_NODES:
         return None
     vocab_size = vocabulary_size(slots.model)
-    if judge is not None and judge.may_fail and rows * size * vocab_size > _MOST_SCORES:
+    if judge is not None and judge.settings is not None and rows * size * vocab_size > _MOST_SCORES:
         judge = None
     key: tuple[Any, ...] = (size, slots.states)
     if judge is not None:

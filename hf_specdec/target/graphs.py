@@ -92,11 +92,8 @@ class CapturedForward:
 
     inputs: Any
     output: Any
-    repeat: Callable[[], None]
+    replay: Callable[[], None]
     held: Any = None  # what it reads beside its inputs
-
-    def replay(self) -> None:
-        self.repeat()
 
     def of_rows(self, count: int) -> Any:
         """The output for the first rows, to be used before the next graph runs."""
@@ -197,7 +194,11 @@ class CallGraphs:
         if why_eager is None:
             with _models_lock:
                 graphs = _models.setdefault(model, ModelGraphs())
-            if graphs.acquire(self, backend, _captured_state((model, *shared))):
+            # Built in: how attention is computed and how far it sees, and the addresses of all weights.
+            config = getattr(model, "config", None)
+            state = [getattr(config, name, None) for name in ("_attn_implementation", "sliding_window")]
+            state += [(tensor.data_ptr(), tensor.dtype) for tensor in _weights((model, *shared))]
+            if graphs.acquire(self, backend, tuple(state)):
                 self._shared = graphs
             else:
                 self._why_eager = "another call is using the graphs of the model"
@@ -295,7 +296,7 @@ class CallGraphs:
         outputs = self._shared.outputs
         try:
             with torch.inference_mode(False), torch.no_grad(), holding() as held:
-                repeat, output = self._shared.backend.capture(lambda: outputs.put(run()))
+                replay, output = self._shared.backend.capture(lambda: outputs.put(run()))
         except Exception as error:  # noqa: BLE001 - of any kind: whatever it was, the forward can run eagerly
             reason = next(iter(str(error).splitlines()), "")
             self._shared.why_eager = f"capturing failed: {type(error).__name__}: {reason}"
@@ -303,7 +304,7 @@ class CallGraphs:
             logger.warning_once(f"{self._name} runs without CUDA graphs; {self.why_eager}.")
             return None
         self.num_captures += 1
-        return CapturedForward(inputs, output, repeat, held)
+        return CapturedForward(inputs, output, replay, held)
 
     def beside(self) -> CallGraphs:
         """The same graphs and memory for another use of the model in this call, which the call itself ends."""
@@ -391,13 +392,6 @@ def _is_watched(module: torch.nn.Module) -> bool:
     hooks = (*module._forward_hooks.values(), *module._forward_pre_hooks.values())
     packages = {(getattr(hook, "__module__", None) or "").partition(".")[0] for hook in hooks}
     return "forward" in vars(module) or not packages <= {"transformers", "hf_specdec"}
-
-
-def _captured_state(parts: tuple[torch.nn.Module, ...]) -> tuple[Any, ...]:
-    """State that graphs have built in: the addresses of all weights, how attention is computed and how far it sees."""
-    config = getattr(parts[0], "config", None)
-    attention = [getattr(config, name, None) for name in ("_attn_implementation", "sliding_window")]
-    return *attention, tuple((tensor.data_ptr(), tensor.dtype) for tensor in _weights(parts))
 
 
 _models: weakref.WeakKeyDictionary[torch.nn.Module, ModelGraphs] = weakref.WeakKeyDictionary()

@@ -203,34 +203,18 @@ def node_masks(
     repeats: int = 1,
 ) -> list[torch.Tensor]:
     """Additive masks `(R | 1, 1, repeats * T, columns)`, one for each span, for nodes with `repeats` query heads."""
-    are_alike = topology.depths.dim() == 1 and rows.is_uniform
+    if topology.depths.dim() == 1 and rows.is_uniform:
+        # Rows that are alike share a mask.
+        rows = RowPlaces(rows.lengths[:1], rows.starts[:1], rows.leads[:1])
     masks: list[torch.Tensor] = []
     for span in spans:
         # Within a whole span all is seen.
-        is_whole = span == FULL or columns <= span.size
-        if are_alike:
-            masks.append(_common_mask(topology, rows.lengths[0], columns, FULL if is_whole else span, dtype, repeats))
-        elif rows.are_known and is_whole:
+        if rows.are_known and (span == FULL or columns <= span.size):
             masks.append(_full_mask(topology, rows, columns, dtype, repeats))
         else:
             mask = TreeMask(slot_tree(topology, rows), span).additive(columns, dtype)
             masks.append(mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask)
     return masks
-
-
-def _common_mask(
-    topology: TreeTopology, length: int, columns: int, span: Span, dtype: torch.dtype, repeats: int
-) -> torch.Tensor:
-    """Of rows that are alike, and have so much text: all of it is seen that lies within the span."""
-    depths = topology.depths
-    mask = torch.zeros((1, 1, repeats * len(depths), columns), dtype=dtype, device=depths.device)
-    mask[..., length:] = _block(topology, dtype, repeats)
-    if span != FULL:
-        positions, keys = depths + length, torch.arange(columns, device=depths.device)
-        keys[length:] = positions
-        hidden = span.hidden(positions[:, None], keys)
-        mask.masked_fill_(hidden.repeat(repeats, 1), torch.finfo(dtype).min)
-    return mask
 
 
 def _full_mask(
@@ -240,6 +224,9 @@ def _full_mask(
     device, text_ends = topology.depths.device, min(rows.lengths)
     shape = (len(rows.lengths), 1, repeats * topology.depths.shape[-1], columns)
     mask = torch.zeros(shape, dtype=dtype, device=device)
+    if topology.depths.dim() == 1 and rows.is_uniform:
+        mask[..., text_ends:] = _block(topology, dtype, repeats)
+        return mask
     lengths, starts = rows.lengths_on(device), rows.starts_on(device)
     if padding_ends := min(max(rows.starts), text_ends):
         is_padding = torch.arange(padding_ends, device=device) < starts[:, None]

@@ -34,6 +34,7 @@ from .forward import Part, SlotForward, SlotOutput, told
 from .graphed import graphed_forward, graphed_verification
 from .graphs import CallGraphs
 from .masks import RowPlaces, TreeMask, node_masks, slot_tree
+from .parts.recurrent import RecurrentLayers
 from .states import captured_states, state_taps
 
 
@@ -138,7 +139,11 @@ class SlotModel:
         if self.graphs is not None and reasons:
             self.graphs.switch_off(reasons[0])
         self.cache.start_slots(len(starts))
-        self.parts += [*self.profile.parts(self.model, self.cache), *parts]
+        if self.profile.counted is not None:
+            self.parts.append(self.profile.counted)
+        if self.profile.is_recurrent:
+            self.parts.append(RecurrentLayers(self.model, self.cache))
+        self.parts += parts
 
     def prefill(self, input_ids: torch.LongTensor, starts: list[int]) -> None:
         """Reads left-padded prompts `(R, P)`, or their embeddings `(R, P, H)`, into empty slots, without logits."""
@@ -292,12 +297,13 @@ class SlotModel:
     def join(self, other: SlotModel) -> None:
         """Takes over the rows of another call of the model after its own, without the padding in front of them."""
         self.cache.join(other.cache, other.starts)
-        for part in other.parts:
-            joined = self.find(type(part))
-            if joined is None:
-                joined = part.without_rows()
-                self.parts.append(joined)
-            joined.join(part)
+        for part in list(other.parts):
+            if (joined := self.find(type(part))) is not None:
+                joined.join(part)
+            else:
+                # It goes on here, and is closed with the others.
+                other.parts.remove(part)
+                self.parts.append(part)
         self.starts = self.starts + [0] * len(other.starts)
         self.leads = self.leads + [lead + start for lead, start in zip(other.leads, other.starts)]
         if self.max_position is not None:

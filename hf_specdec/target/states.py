@@ -81,7 +81,18 @@ def state_taps(model: nn.Module, keys: tuple[int | str, ...]) -> list[Tap]:
     taps: list[Tap] = []
     for key in keys:
         if isinstance(key, str):
-            taps.append((key, _decoder(model), False))
+            # The module whose output the head reads. Heads must be one matrix after it.
+            decoder, head = model.get_decoder(), model.get_output_embeddings()
+            if all(child is not head for child in model.children()) or model.config.model_type in _NOT_PLAIN_HEADS:
+                raise UnsupportedModelError(
+                    f"{type(model).__name__} transforms its last hidden state before its output embeddings, and "
+                    "drafters that read this state are made for models that do not. Use a drafter that reads none, "
+                    "such as spec_method='ngram'."
+                )
+            # Some models take themselves or their head for their decoder.
+            has_head = any(module is head for module in decoder.modules())
+            decoder = layers_owner(model, decoder_layers(model)) if has_head else decoder
+            taps.append((key, decoder, False))
             continue
         layers = decoder_layers(model)
         if not 0 <= key <= len(layers):
@@ -97,17 +108,3 @@ def state_taps(model: nn.Module, keys: tuple[int | str, ...]) -> list[Tap]:
             norms = (getattr(layers_owner(model, layers), name, None) for name in _FINAL_NORMS)
             taps += [(key, layers[-1], False), *((key, norm, True) for norm in norms if norm is not None)]
     return taps
-
-
-def _decoder(model: nn.Module) -> nn.Module:
-    """The module whose output the head reads. Heads must be one matrix after it."""
-    decoder, head = model.get_decoder(), model.get_output_embeddings()
-    if all(child is not head for child in model.children()) or model.config.model_type in _NOT_PLAIN_HEADS:
-        raise UnsupportedModelError(
-            f"{type(model).__name__} transforms its last hidden state before its output embeddings, and drafters that "
-            "read this state are made for models that do not. Use a drafter that reads none, such as "
-            "spec_method='ngram'."
-        )
-    # Some models take themselves or their head for their decoder.
-    has_head = any(module is head for module in decoder.modules())
-    return layers_owner(model, decoder_layers(model)) if has_head else decoder

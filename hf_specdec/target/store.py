@@ -31,7 +31,19 @@ class SlotStore:
         """A layer's buffer of zeros `(B, heads, C, D)` like some states, with B at least `rows`, and C `capacity`."""
         # All layers of a call have the same place, once all of them have asked for the largest capacity.
         if self.place is None or self.place.rows < rows or self.place.slots < capacity:
-            self._move(rows, capacity)
+            # The smallest one with room, else a new one; few that were used before are kept.
+            slots = padded_slots(capacity)
+            fitting = (
+                place
+                for place in self._places
+                if place.rows >= rows and capacity <= place.slots <= _MOST_TIMES_LONGER * slots
+            )
+            new = Place(padded_rows(rows), slots)
+            self.place = min(fitting, key=lambda place: place.rows * place.slots, default=new)
+            self._places[self.place] = self._places.pop(self.place, {})
+            # Whoever makes way may have been the largest.
+            while sum(sizes := [place.rows * place.slots for place in self._places]) > 2 * max(sizes):
+                self._drop(next(iter(self._places)))
         shape, key = (self.place.rows, heads, self.place.slots, like.shape[-1]), (layer, name)
         kept = self._places[self.place].get(key)
         if kept is not None:
@@ -48,20 +60,6 @@ class SlotStore:
                 buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
         self._places[self.place][key] = buffer
         return buffer
-
-    def _move(self, rows: int, capacity: int) -> None:
-        """Moves to the smallest place with room, else to a new one, and keeps few that were used before."""
-        slots = padded_slots(capacity)
-        fitting = (
-            place
-            for place in self._places
-            if place.rows >= rows and capacity <= place.slots <= _MOST_TIMES_LONGER * slots
-        )
-        self.place = min(fitting, key=lambda place: place.rows * place.slots, default=Place(padded_rows(rows), slots))
-        self._places[self.place] = self._places.pop(self.place, {})
-        # Whoever makes way may have been the largest.
-        while sum(sizes := [place.rows * place.slots for place in self._places]) > 2 * max(sizes):
-            self._drop(next(iter(self._places)))
 
     def _drop(self, place: Place) -> None:
         del self._places[place]

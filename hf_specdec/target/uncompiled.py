@@ -31,21 +31,19 @@ class Uncompiled(Part):
     """Has the modules of a model uncompiled until it is closed or forgotten; several calls share them."""
 
     def __init__(self, model: nn.Module):
-        self._model = model
         self._stack = ExitStack()
         self.has_modules: bool = False  # there are compiled ones
         with _lock:
             for module in modules_of(model):
                 is_compiled = hasattr(getattr(type(module), "forward", None), "_torchdynamo_orig_callable")
                 if is_compiled or id(module) in _set_aside or not vars(module).keys().isdisjoint(_PLACES[:2]):
-                    stand_ins = _set_aside.get(id(module)) or StandIns(_compiled_places(module))
+                    places = [(module, name, _before(module, name)) for name in _PLACES]
+                    places = [place for place in places if place[2] is not vars(module).get(place[1])]
+                    stand_ins = _set_aside.get(id(module)) or StandIns(places)
                     if stand_ins.places:
                         self._stack.enter_context(stand_ins.in_place())
                         _set_aside[id(module)] = stand_ins
                         self.has_modules = True
-
-    def without_rows(self) -> Uncompiled:
-        return Uncompiled(self._model)
 
     def close(self) -> None:
         """Has them compiled again. Where it is interrupted, it can be called again."""
@@ -53,11 +51,6 @@ class Uncompiled(Part):
             stack.close()
 
     __del__ = close
-
-
-def _compiled_places(module: nn.Module) -> list[tuple[nn.Module, str, Any]]:
-    places = [(module, name, _before(module, name)) for name in _PLACES]
-    return [place for place in places if place[2] is not vars(module).get(place[1])]
 
 
 def _before(module: nn.Module, name: str) -> Any:

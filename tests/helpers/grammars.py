@@ -12,8 +12,8 @@ import torch
 
 import hf_specdec
 from hf_specdec import demo
+from hf_specdec.logits.grammar.masks import grammar_of
 from hf_specdec.logits.grammar.matchers import GrammarMatcher
-from hf_specdec.logits.grammar.rows import grammar_of
 from tests.helpers.methods import demo_target
 
 

@@ -15,9 +15,8 @@ from transformers.generation.logits_process import PrefixConstrainedLogitsProces
 import hf_specdec
 from hf_specdec import MissingDependencyError, SpecConfigError, SpecDecError
 from hf_specdec.candidate_generators.grammar.generator import foreseen
-from hf_specdec.logits.grammar.masks import GrammarMask
+from hf_specdec.logits.grammar.masks import GrammarMask, grammar_of
 from hf_specdec.logits.grammar.matchers import NodeMasks, allowed_tokens, allows
-from hf_specdec.logits.grammar.rows import grammar_of
 from hf_specdec.settings.checks import MOST_DRAFT_TOKENS
 from tests.helpers.grammars import BACKENDS, LIBRARIES, PROMPT, SCHEMA, matcher_of, own, tokenizer
 from tests.helpers.levels import in_full, split

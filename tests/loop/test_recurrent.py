@@ -20,8 +20,7 @@ from hf_specdec.drafts import TreeTopology, chain_topology
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.facts import model_profile
 from hf_specdec.target.model import SlotModel
-from hf_specdec.target.parts.linear_attention import read_nodes
-from hf_specdec.target.parts.recurrences import over_nodes, reads_nodes
+from hf_specdec.target.parts.recurrences import over_nodes, read_nodes, reads_nodes
 from hf_specdec.target.parts.recurrent import RecurrentLayers, mixers
 from hf_specdec.target.parts.recurrent_state import Nodes
 from tests.helpers.architectures import empty_model, tiny_model

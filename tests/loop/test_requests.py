@@ -10,7 +10,7 @@ import torch
 from transformers import GenerationConfig
 
 from hf_specdec import SpecConfigError, SpeculativeBatchingManager, generate_batch, generate_many
-from hf_specdec.many.journal import Journal
+from hf_specdec.many.files import Journal
 from hf_specdec.many.row import RequestResult, TokenLogprobs
 from tests.helpers.arrivals import NGRAM, Raises, prompt, run_many, said_alone
 from tests.helpers.levels import full

@@ -74,7 +74,10 @@ class GrammarMatcher(ABC):
 
     def follow(self, tokens: Sequence[int], begin: int = 0) -> bool:
         """Goes to the place after the first `begin` tokens and these; `False`, and stops, where one is forbidden."""
-        num_shared = _num_shared(self.tokens[begin:], tokens)
+        own = self.tokens[begin:]
+        num_shared = min(len(own), len(tokens))
+        if own[:num_shared] != tokens[:num_shared]:
+            num_shared = next(place for place in range(num_shared) if own[place] != tokens[place])
         self.rollback(len(self.tokens) - begin - num_shared)
         return all(map(self.accept, tokens[num_shared:]))
 
@@ -241,14 +244,6 @@ class Grammar(ABC):
     @abstractmethod
     def matcher(self, row: int) -> GrammarMatcher:
         """The beginning of the grammar, for a row of a call."""
-
-
-def _num_shared(tokens: Sequence[int], others: Sequence[int]) -> int:
-    """Number of tokens with which both begin."""
-    shorter = min(len(tokens), len(others))
-    if tokens[:shorter] == others[:shorter]:
-        return shorter
-    return next((place for place in range(shorter) if tokens[place] != others[place]), shorter)
 
 
 def allows(mask: np.ndarray, token: int) -> bool:

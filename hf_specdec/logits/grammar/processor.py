@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Sequence
-from functools import partial
 from importlib.util import find_spec
 from typing import Any, Literal
 
@@ -17,11 +16,9 @@ from transformers import PreTrainedTokenizerFast
 from transformers.generation.logits_process import LogitsProcessor
 
 from ...errors import MissingDependencyError, SpecConfigError, shown
-from .llguidance_matcher import LLGuidanceGrammar
-from .masks import GrammarMask
+from .libraries import LLGuidanceGrammar, XGrammar
+from .masks import GrammarMask, RowGrammars
 from .matchers import Grammar
-from .rows import RowGrammars
-from .xgrammar_matcher import XGrammar
 
 
 # With one blank after commas and colons, and no other one between tokens of JSON: the text then has no free choice.
@@ -108,11 +105,25 @@ def grammar(
     if kind == "schema":
         value = _schema(value)
     elif kind == "choices":
-        kind, value = "lark", _lark_of(value)
+        is_sized = isinstance(value, Collection) and not isinstance(value, str)
+        if not is_sized or not value or not all(isinstance(text, str) and text for text in value):
+            raise SpecConfigError(f"`choices` must be texts, none of them empty, got {shown(value)}.")
+        kind, value = "lark", "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in value)
     elif not isinstance(value, str):
         raise SpecConfigError(f"`{kind}` must be a text, got {shown(value)}.")
-    compile_grammar = _compile_xgrammar if _backend(backend) == "xgrammar" else _compile_llguidance
-    compiled = compile_grammar(kind, value, tokenizer, flexible_whitespace)
+    if backend is not None and backend not in _BACKENDS:
+        raise SpecConfigError(f"`backend` must be one of {', '.join(_BACKENDS)}, got {shown(backend)}.")
+    library = next((name for name in ([backend] if backend else _BACKENDS) if find_spec(name) is not None), None)
+    if library is None:
+        raise MissingDependencyError(
+            f"grammar() needs the package {backend or ' or '.join(_BACKENDS)}, which is not installed. Install it "
+            f"with `pip install {backend or _BACKENDS[0]}`."
+        )
+    compile_grammar = _compile_xgrammar if library == "xgrammar" else _compile_llguidance
+    try:
+        compiled = compile_grammar(kind, value, tokenizer, flexible_whitespace)
+    except (RuntimeError, ValueError) as error:
+        raise SpecConfigError(f"{library} cannot read the grammar `{kind}`: {str(error).strip()}") from error
     if not compiled.matcher(0).mask().any():
         raise SpecConfigError(
             f"The grammar `{kind}` admits nothing. Look for a pattern or schema that no text fits, and for characters "
@@ -142,75 +153,38 @@ def _schema(value: Any) -> str:
         raise SpecConfigError(f"`schema` cannot be written as JSON: {error}. Pass a JSON schema.") from error
 
 
-def _lark_of(choices: Sequence[str]) -> str:
-    """The grammar of some texts."""
-    is_sized = isinstance(choices, Collection) and not isinstance(choices, str)
-    if not is_sized or not choices or not all(isinstance(text, str) and text for text in choices):
-        raise SpecConfigError(f"`choices` must be texts, none of them empty, got {shown(choices)}.")
-    return "start: " + " | ".join(json.dumps(text, ensure_ascii=False) for text in choices)
-
-
-def _backend(asked: str | None) -> str:
-    if asked is not None and asked not in _BACKENDS:
-        raise SpecConfigError(f"`backend` must be one of {', '.join(_BACKENDS)}, got {shown(asked)}.")
-    for name in [asked] if asked else _BACKENDS:
-        if find_spec(name) is not None:
-            return name
-    raise MissingDependencyError(
-        f"grammar() needs the package {asked or ' or '.join(_BACKENDS)}, which is not installed. Install it with "
-        f"`pip install {asked or _BACKENDS[0]}`."
-    )
-
-
-def _unreadable(kind: str, library: str, problem: object) -> SpecConfigError:
-    return SpecConfigError(f"{library} cannot read the grammar `{kind}`: {str(problem).strip()}")
-
-
 def _compile_xgrammar(kind: str, value: str, tokenizer: PreTrainedTokenizerFast, is_flexible: bool) -> Grammar:
     import xgrammar
 
-    info = xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer))
-    compiler = xgrammar.GrammarCompiler(info)
-    compile_as = {
-        "schema": partial(compiler.compile_json_schema, any_whitespace=is_flexible, separators=_SEPARATORS),
-        "regex": compiler.compile_regex,
-        "lark": compiler.compile_lark,
-    }
-    try:
-        compiled = compile_as[kind](value)
-    except (RuntimeError, ValueError) as error:
-        raise _unreadable(kind, "xgrammar", error) from error
-    return XGrammar(vocab_size=len(tokenizer), compiled=(compiled,), tokenize=partial(_tokenized, tokenizer))
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo.from_huggingface(tokenizer, vocab_size=len(tokenizer)))
+    if kind == "schema":
+        compiled = compiler.compile_json_schema(value, any_whitespace=is_flexible, separators=_SEPARATORS)
+    else:
+        compiled = (compiler.compile_regex if kind == "regex" else compiler.compile_lark)(value)
 
+    def tokenize(text: str, after: int | None) -> list[int]:
+        if after is not None:
+            # As the tokenizer would have written both.
+            both = tokenizer.encode(f"{tokenizer.decode([after])}{text}", add_special_tokens=False)
+            if both[:1] == [after]:
+                return both[1:]
+        return tokenizer.encode(text, add_special_tokens=False)
 
-def _tokenized(tokenizer: PreTrainedTokenizerFast, text: str, after: int | None) -> list[int]:
-    """Token ids of a text after a token, as the tokenizer would have written both."""
-    if after is not None:
-        both = tokenizer.encode(f"{tokenizer.decode([after])}{text}", add_special_tokens=False)
-        if both[:1] == [after]:
-            return both[1:]
-    return tokenizer.encode(text, add_special_tokens=False)
+    return XGrammar(vocab_size=len(tokenizer), compiled=(compiled,), tokenize=tokenize)
 
 
 def _compile_llguidance(kind: str, value: str, tokenizer: PreTrainedTokenizerFast, is_flexible: bool) -> Grammar:
-    import llguidance
+    from llguidance import LLMatcher
     from llguidance.hf import from_tokenizer
 
-    item, key = _SEPARATORS
-    compact = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
-    matcher = llguidance.LLMatcher
-    source_as = {
-        "schema": partial(matcher.grammar_from_json_schema, overrides=None if is_flexible else compact),
-        "regex": matcher.grammar_from_regex,
-        "lark": matcher.grammar_from_lark,
-    }
-    try:
-        source = source_as[kind](value)
-    except ValueError as error:
-        raise _unreadable(kind, "llguidance", error) from error
+    if kind == "schema":
+        item, key = _SEPARATORS
+        compact = {"whitespace_flexible": False, "item_separator": item, "key_separator": key}
+        source = LLMatcher.grammar_from_json_schema(value, overrides=None if is_flexible else compact)
+    else:
+        source = (LLMatcher.grammar_from_regex if kind == "regex" else LLMatcher.grammar_from_lark)(value)
     # Ids that no token has are between those of the tokenizer and the end of the vocabulary.
     made = from_tokenizer(tokenizer, n_vocab=len(tokenizer))
-    problem = matcher(made, source).get_error()
-    if problem:
-        raise _unreadable(kind, "llguidance", problem)
+    if problem := LLMatcher(made, source).get_error():
+        raise ValueError(problem)
     return LLGuidanceGrammar(vocab_size=len(tokenizer), tokenizer=made, source=source)

@@ -34,28 +34,24 @@ class RowAdapters:
 
     def __init__(self, model: torch.nn.Module):
         hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-        self._hooks = [hook for hook in hooks if isinstance(hook, partial) and _KEY in hook.keywords]
+        self.hooks: list[partial[Any]] = [
+            hook for hook in hooks if isinstance(hook, partial) and _KEY in hook.keywords
+        ]
 
     def __bool__(self) -> bool:
-        return bool(self._hooks)
-
-    def take_over(self) -> None:
-        """Tells the layers no names, from now on, outside of forwards of the target."""
-        for hook in self._hooks:
-            vars(hook).setdefault(_OF_CALL, hook.keywords[_KEY])
-            hook.keywords[_KEY] = None
+        return bool(self.hooks)
 
     @contextmanager
     def telling(self, rows: Sequence[int], of_call: bool = True) -> Iterator[None]:
         """Tells the layers, inside the block, the names at these places among those of the call, or those told now."""
-        before = [hook.keywords[_KEY] for hook in self._hooks]
+        before = [hook.keywords[_KEY] for hook in self.hooks]
         try:
-            for hook, told in zip(self._hooks, before):
+            for hook, told in zip(self.hooks, before):
                 names = vars(hook)[_OF_CALL] if of_call else told
                 hook.keywords[_KEY] = None if names is None else [names[row] for row in rows]
             yield
         finally:
-            for hook, names in zip(self._hooks, before):
+            for hook, names in zip(self.hooks, before):
                 hook.keywords[_KEY] = names
 
 
@@ -66,7 +62,10 @@ class RowInputs(Part):
         self.model = model
         self.values: dict[str, torch.Tensor] = values
         if ADAPTED_ROW in values:
-            RowAdapters(model).take_over()
+            # Outside of forwards of the target layers are told no names from now on.
+            for hook in RowAdapters(model).hooks:
+                vars(hook).setdefault(_OF_CALL, hook.keywords[_KEY])
+                hook.keywords[_KEY] = None
 
     def reading(self, nodes: SlotForward) -> AbstractContextManager[None]:
         if nodes.topology is not None:

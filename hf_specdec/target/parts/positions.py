@@ -60,7 +60,12 @@ class CountedPositions(Part):
     def of(cls, model: torch.nn.Module) -> CountedPositions | None:
         """Those of a model; `None` where its decoder has none, or some that are not known."""
         modules = list(model.get_decoder().modules()) if hasattr(model, "get_decoder") else []
-        embeddings = [module for module in modules if _counts_from_the_past(type(module))]
+        # They take the length of what is in the cache, and embed no tokens.
+        embeddings = [
+            module
+            for module, names in ((module, set(forward_arguments(type(module)))) for module in modules)
+            if not names.isdisjoint(_PAST_LENGTHS) and names.isdisjoint({"attention_mask", "token_type_ids"})
+        ]
         biases = [
             module
             for module in modules
@@ -88,12 +93,6 @@ class CountedPositions(Part):
 
 # Names of the argument for the number of tokens in the cache: since transformers 5.24, and before.
 _PAST_LENGTHS = ("cache_length", "past_key_values_length")
-
-
-def _counts_from_the_past(module_class: type) -> bool:
-    """Tells embeddings of positions, which take the length of what is in the cache, and embed no tokens."""
-    names = set(forward_arguments(module_class))
-    return not names.isdisjoint(_PAST_LENGTHS) and names.isdisjoint({"attention_mask", "token_type_ids"})
 
 
 def _vectors(module: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_map
 from transformers.cache_utils import DynamicCache
 
 from ...drafts import TreeTopology
@@ -72,20 +73,13 @@ class RecurrentState:
         return self._changed(torch.clone)
 
     def _changed(self, change: Callable[[torch.Tensor], torch.Tensor]) -> RecurrentState:
-        conv_states, recurrent_states = (
-            {key: change(state) for key, state in states.items()}
-            for states in (self.conv_states, self.recurrent_states)
-        )
-        return RecurrentState(conv_states, recurrent_states, self.num_read)
+        return RecurrentState(*tree_map(change, (self.conv_states, self.recurrent_states)), self.num_read)
 
     @classmethod
     def joined(cls, states: Sequence[RecurrentState]) -> RecurrentState:
         """The rows of several states, one after the other."""
-        conv_states, recurrent_states = (
-            {key: torch.cat([part[key].to(first) for part in parts]) for key, first in parts[0].items()}
-            for parts in ([state.conv_states for state in states], [state.recurrent_states for state in states])
-        )
-        return cls(conv_states, recurrent_states)
+        every = [(state.conv_states, state.recurrent_states) for state in states]
+        return cls(*tree_map(lambda *parts: torch.cat([part.to(parts[0]) for part in parts]), *every))
 
 
 class Nodes:
@@ -124,7 +118,7 @@ class Nodes:
             states.append(step(node, before))
         return states
 
-    def _last_columns(self, seen: torch.Tensor, size: int) -> torch.LongTensor:
+    def last_columns(self, seen: torch.Tensor, size: int) -> torch.LongTensor:
         """Places `(1 | R, T, size)` of each node's last inputs, its own being the last, among those of `windows`."""
         past = seen.shape[-1] - self.count
         key = past, size, seen.device
@@ -139,16 +133,9 @@ class Nodes:
 
     def windows(self, seen: torch.Tensor, size: int) -> torch.Tensor:
         """The last `size` inputs of every node `(R, channels, T, size)`, of all of them `(R, channels, past + T)`."""
-        columns = self._last_columns(seen, size)
+        columns = self.last_columns(seen, size)
         places = columns.flatten(1)[:, None].expand(len(seen), seen.shape[1], -1)
         return seen.gather(2, places).unflatten(-1, columns.shape[1:])
-
-    def last_inputs(self, seen: torch.Tensor, size: int, last: torch.LongTensor) -> torch.Tensor:
-        """The last `size` inputs `(R, channels, size)` up to node `last` `(R,)` of each row."""
-        last = last.to(seen.device, non_blocking=True)
-        columns = self._last_columns(seen, size).expand(len(last), -1, -1)
-        places = columns[torch.arange(len(last), device=seen.device), last]
-        return seen.gather(2, places[:, None].expand(-1, seen.shape[1], -1))
 
 
 class Reading(RecurrentState):
@@ -178,18 +165,15 @@ class Reading(RecurrentState):
             else:
                 state = states.after(last)
             recurrent_states[key] = state.to(self.recurrent_states[key])
-        sizes = {key: state.shape[-1] for key, state in self.conv_states.items()}
-        conv_states = {key: self.nodes.last_inputs(seen, sizes[key], last) for key, seen in self._inputs.items()}
+        conv_states = {}
+        for key, state in self.conv_states.items():
+            if (seen := self._inputs.get(key)) is not None:
+                # The last inputs (R, channels, K) up to the last node of each row.
+                index = last.to(seen.device, non_blocking=True)
+                columns = self.nodes.last_columns(seen, state.shape[-1]).expand(len(index), -1, -1)
+                places = columns[torch.arange(len(index), device=seen.device), index]
+                conv_states[key] = seen.gather(2, places[:, None].expand(-1, seen.shape[1], -1))
         return RecurrentState(conv_states, recurrent_states)
-
-
-def load_state(layer: Any) -> RecurrentState:
-    """A copy of what a recurrent layer of a `DynamicCache` holds."""
-    sizes = layer.conv_kernel_size
-    return RecurrentState(
-        {key: state[..., -sizes[key] :].clone() for key, state in layer.conv_states.items() if state is not None},
-        {key: state.clone() for key, state in layer.recurrent_states.items() if state is not None},
-    )
 
 
 def store_states(cache: DynamicCache, rows: list[dict[int, RecurrentState]]) -> None:

@@ -6,13 +6,13 @@ Shapes: R rows, N tokens or frames of the source, H hidden size.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import DynamicCache, EncoderDecoderCache
-from transformers.utils import ModelOutput
 
 from ...transfers import select_rows
 from ..forward import Part, SlotForward
@@ -33,7 +33,7 @@ class Source(Part):
     token_lists: list[list[int]] | None = None  # its tokens, where the decoder writes the same ones
 
     @classmethod
-    def of_call(cls, model: torch.nn.Module, model_kwargs: dict[str, Any], encoder_inputs: dict[str, Any]) -> Source:
+    def of_call(cls, model: Any, model_kwargs: dict[str, Any], encoder_inputs: dict[str, Any]) -> Source:
         """That of a prepared call, whose encoder read fewer rows where there are several sequences of each."""
         inputs = {name: model_kwargs[name] for name in ("encoder_outputs", "attention_mask") if name in model_kwargs}
         num_rows = len(inputs["encoder_outputs"][0])
@@ -43,7 +43,11 @@ class Source(Part):
             if torch.is_tensor(value)
         }
         tokens, mask, token_lists = encoder_inputs.get("input_ids"), inputs.get("attention_mask"), None
-        if tokens is not None and _shares_tokens(model):
+        # Encoder and decoder agree in their tokens where they embed them by the same weights.
+        tables: list[Any] = [None]
+        with suppress(AttributeError, NotImplementedError):
+            tables = [part.get_input_embeddings().weight for part in (model.get_encoder(), model.get_decoder())]
+        if tokens is not None and tables[0] is tables[-1] is not None:
             is_masked = mask is not None and mask.shape == tokens.shape
             seen = mask.bool() if is_masked else torch.ones_like(tokens, dtype=torch.bool)
             token_lists = [row[seen_of_row].tolist() for row, seen_of_row in zip(tokens, seen)]
@@ -62,12 +66,14 @@ class Source(Part):
 
     def of_rows(self, rows: Sequence[int]) -> Source:
         """The same of these rows, in this order, for others than the target itself."""
-        return Source(
-            _rows_of(self.inputs, rows, len(self.states)),
-            None,
-            {name: select_rows(value, rows) for name, value in self.encoder_inputs.items()},
-            None if self.token_lists is None else [self.token_lists[row] for row in rows],
-        )
+        count = len(self.states)
+
+        def select(values: torch.Tensor) -> torch.Tensor:
+            return select_rows(values, rows) if values.dim() and len(values) == count else values
+
+        inputs, encoder_inputs = tree_map_only(torch.Tensor, select, (self.inputs, self.encoder_inputs))
+        token_lists = None if self.token_lists is None else [self.token_lists[row] for row in rows]
+        return Source(inputs, None, encoder_inputs, token_lists)
 
     def reading(self, nodes: SlotForward) -> AbstractContextManager[None]:
         nodes.inputs |= self.inputs
@@ -82,24 +88,3 @@ class Source(Part):
             if layer.is_initialized:
                 crossed.update(select_rows(layer.keys, keep), select_rows(layer.values, keep), index)
         self.keys.cross_attention_cache = crossed
-
-
-def _rows_of(value: Any, rows: Sequence[int], num_rows: int) -> Any:
-    """The same structure with these rows of all tensors in it that have one for each row."""
-    if torch.is_tensor(value):
-        return select_rows(value, rows) if value.dim() and len(value) == num_rows else value
-    if isinstance(value, dict):
-        parts = {name: _rows_of(part, rows, num_rows) for name, part in value.items()}
-        return type(value)(**parts) if isinstance(value, ModelOutput) else parts
-    if isinstance(value, (tuple, list)):
-        return type(value)(_rows_of(part, rows, num_rows) for part in value)
-    return value
-
-
-def _shares_tokens(model: Any) -> bool:
-    """Tells whether encoder and decoder embed tokens by the same weights, which is how they come to agree in them."""
-    try:
-        tables = [part.get_input_embeddings().weight for part in (model.get_encoder(), model.get_decoder())]
-    except (AttributeError, NotImplementedError):
-        return False
-    return tables[0] is tables[1]

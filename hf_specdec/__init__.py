@@ -30,7 +30,7 @@ _MODULES = {
     "UnsupportedModelError": "errors",
     "forget_speculators": "loader",
     "generate": "call.entry",
-    "generate_batch": "many.batching",
+    "generate_batch": "many.generate",
     "generate_many": "many.generate",
     "grammar": "logits.grammar.processor",
     "install": "hook",
@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from .loader import forget_speculators as forget_speculators
     from .loader import load_speculator as load_speculator
     from .logits.grammar.processor import grammar as grammar
-    from .many.batching import generate_batch as generate_batch
+    from .many.generate import generate_batch as generate_batch
     from .many.generate import generate_many as generate_many
     from .many.manager import SpeculativeBatchingManager as SpeculativeBatchingManager
     from .metrics import SpecDecodingStats as SpecDecodingStats

@@ -98,7 +98,7 @@ def _asking(original: Callable, is_batch: bool) -> Callable:
         if not asked or asks_for_off(asked):
             return original(self, *args, **kwargs)
         if is_batch:
-            from .many.batching import generate_batch
+            from .many.generate import generate_batch
 
             return generate_batch(self, *args, **kwargs, **asked)
         from .call.entry import generate_speculatively

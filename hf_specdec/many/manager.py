@@ -19,8 +19,8 @@ from transformers import GenerationConfig, PreTrainedModel
 
 from ..errors import SpecConfigError, shown
 from ..settings.checks import Bounds, checked
-from .batching import SpeculativeGenerationOutput, output_of
 from .engine import engine_of_run
+from .generate import SpeculativeGenerationOutput, output_of
 from .requests import several
 from .row import RequestResult, Row
 

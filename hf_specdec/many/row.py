@@ -73,7 +73,6 @@ class Row(Group):
 
     @property
     def tokens(self) -> list[int]:
-        """The generated tokens."""
         return self.texts.tokens(0, self.texts.prompt_length)
 
     @property

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from ..errors import MissingDependencyError, SpecConfigError, SpecDecError, shown
 from ..logits.grammar.processor import grammar
-from ..many.batching import SpeculativeGenerationOutput
+from ..many.generate import SpeculativeGenerationOutput
 from ..many.manager import SpeculativeBatchingManager
 from ..metrics import SpecDecodingStats
 from ..settings.checks import Options, setting

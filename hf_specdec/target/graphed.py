@@ -93,7 +93,6 @@ class NodeInputs(GraphInputs):
 
     @property
     def keys(self) -> RowKeys:
-        """Of the rows' random numbers."""
         positions = self.numbers["positions"] + self._nodes[:, -1]
         return RowKeys(self.numbers["seeds"], self.numbers["row_numbers"], positions)
 

@@ -187,6 +187,7 @@ class CallGraphs:
         self._name = type(model).__name__
         self._why_eager = why_eager
         self._shared: ModelGraphs | None = None
+        self.store: SlotStore | None = None  # the buffers of the slots, where graphs are used
         self._runs_ahead = False
         self._copies_output = False
         # The graph that has run ahead, with what it is found by: its key, its rows and their limits.
@@ -199,7 +200,7 @@ class CallGraphs:
             state = [getattr(config, name, None) for name in ("_attn_implementation", "sliding_window")]
             state += [(tensor.data_ptr(), tensor.dtype) for tensor in _weights((model, *shared))]
             if graphs.acquire(self, backend, tuple(state)):
-                self._shared = graphs
+                self._shared, self.store = graphs, graphs.store
             else:
                 self._why_eager = "another call is using the graphs of the model"
 
@@ -207,11 +208,6 @@ class CallGraphs:
     def why_eager(self) -> str | None:
         """Reason why forwards run without graphs; `None` where they run as graphs."""
         return self._why_eager or (None if self._shared is None else self._shared.why_eager)
-
-    @property
-    def store(self) -> SlotStore | None:
-        """The buffers of the slots, where graphs are used."""
-        return None if self._shared is None else self._shared.store
 
     @property
     def pads_drafts(self) -> bool:

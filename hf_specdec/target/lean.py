@@ -162,7 +162,6 @@ class LeanModel(SlotModel):
 
     @property
     def num_layers(self) -> int:
-        """Layers that run."""
         return len(self._layers)
 
     def keep_layers(self, count: int | None) -> None:

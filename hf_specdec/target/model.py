@@ -93,7 +93,6 @@ class SlotModel:
     # What a call has
 
     def find(self, kind: type[AnyPart]) -> AnyPart | None:
-        """The part of this kind, if there is one."""
         return next((part for part in self.parts if isinstance(part, kind)), None)
 
     def use_graphs(self, graphs: CallGraphs | None) -> None:
@@ -267,7 +266,6 @@ class SlotModel:
 
     @property
     def places(self) -> RowPlaces:
-        """Where the rows stand now."""
         return RowPlaces(self.cache.lengths, self.starts, self.leads, self.max_position, self.beginning)
 
     def depths(self, depths: list[int], more: int = 0) -> list[int]:

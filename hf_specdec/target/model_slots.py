@@ -39,7 +39,6 @@ class ModelSlots:
 
     @property
     def numbers(self) -> dict[str, RowNumbers]:
-        """Integers of the rows."""
         return self.model.places.numbers
 
     def in_a_graph(self, numbers: dict[str, torch.LongTensor], columns: int) -> ModelSlots:

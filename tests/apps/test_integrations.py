@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from hf_specdec import SpecConfigError, cli, demo
 from hf_specdec.integrations.ray import HFSpecProcessorConfig, SpecGenerate, build_processor
 from hf_specdec.loaded import record_of
-from hf_specdec.many.batching import generate_batch
+from hf_specdec.many.generate import generate_batch
 from tests.helpers.levels import full, slow
 from tests.helpers.methods import CHECKPOINTS, demo_target
 from tests.helpers.models import prompts, tiny_llama
@@ -192,7 +192,7 @@ def test_drafters_change_no_text_of_grpo(trainer, monkeypatch):
         batches.append(generate_batch(*args, **kwargs))
         return batches[-1]
 
-    monkeypatch.setattr("hf_specdec.many.batching.generate_batch", counting)
+    monkeypatch.setattr("hf_specdec.many.generate.generate_batch", counting)
     eagle3 = {"method": "eagle3", "model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}
     batching = {"use_transformers_continuous_batching": True}
     for generation, settings in (({"speculative": eagle3}, {}), (NGRAM, {}), (NGRAM, batching)):

@@ -133,7 +133,6 @@ def grammar(
 
 
 def _schema(value: Any) -> str:
-    """A JSON schema as JSON."""
     if hasattr(value, "model_json_schema"):
         value = value.model_json_schema()
     elif hasattr(value, "json_schema"):

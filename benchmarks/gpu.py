@@ -469,10 +469,12 @@ class Figures:
     def memory(self) -> list[Row]:
         """Bytes of the slots and graphs that outlive the calls."""
         known = list(graphs._models.values())
+        slots = [buffer for each in known for place in each.store.places.values() for buffer in place.values()]
+        outputs = [each.outputs.memory for each in known if each.outputs.memory is not None]
         found = {
             "graphs": sum(len(each.forwards) for each in known),
-            "slot_gib": sum(each.store.num_bytes for each in known) / 2**30,
-            "output_gib": sum(each.outputs.num_bytes for each in known) / 2**30,
+            "slot_gib": sum(buffer.nbytes for buffer in slots) / 2**30,
+            "output_gib": sum(memory.nbytes for memory in outputs) / 2**30,
         }
         return [found]
 

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
+from ..drafts import TreeTopology
 from ..kernels.indexing import arange
 from ..kernels.philox import LARGEST_UNIFORM, uniforms_at
 from ..transfers import RowNumbers
-
-
-if TYPE_CHECKING:
-    from ..drafts import TreeTopology
 
 
 # Purposes of a number; numbers of different purposes are independent.

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,13 +29,10 @@ from ..kernels.acceptance import Acceptance, check_probs, family, follow, recove
 from ..kernels.best import best_tokens
 from ..kernels.indexing import arange, pick, rows_at, widest_float
 from ..kernels.sampling import sample_from_probs
+from ..settings import SpeculativeConfig
 from ..settings.spellings import TYPICAL_ACCEPTANCE
 from .processors import ProcessorStack
 from .randomness import ACCEPT, TARGET, RowKeys, RowUniforms
-
-
-if TYPE_CHECKING:
-    from ..settings import SpeculativeConfig
 
 
 logger = logging.get_logger(__name__)

@@ -137,8 +137,8 @@ class Engine:
         with self.reader.telling_adapters():
             rows: list[Row] = []
             in_flight = 0 if self._loop is None else sum(row.most_tokens for row in self._loop.rows.groups)
-            are_gathered = self._gathers and self._loop is not None and self._num_free * _FREE_PART < self._batch_size
-            while self._waiting and len(rows) < self._num_free and not are_gathered:
+            is_gathering = self._gathers and self._loop is not None and self._num_free * _FREE_PART < self._batch_size
+            while self._waiting and len(rows) < self._num_free and not is_gathering:
                 in_flight += self._waiting[0].most_tokens
                 if self._max_tokens is not None and in_flight > self._max_tokens:
                     break

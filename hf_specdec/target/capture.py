@@ -196,11 +196,7 @@ class SharedOutputs:
     """Memory for what graphs return, the same for all of them: each holds until the next one runs."""
 
     def __init__(self):
-        self._memory: torch.Tensor | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        return 0 if self._memory is None else self._memory.nbytes
+        self.memory: torch.Tensor | None = None
 
     def put(self, output: Any) -> Any:
         """The output, nested or not, with its large tensors copied to the shared memory."""
@@ -208,10 +204,10 @@ class SharedOutputs:
         if not large:
             return output
         sizes = [-(-tensor.nbytes // 256) * 256 for tensor in large]
-        if self._memory is None or len(self._memory) < sum(sizes):
+        if self.memory is None or len(self.memory) < sum(sizes):
             with torch.inference_mode(False):
-                self._memory = torch.empty(sum(sizes), dtype=torch.uint8, device=large[0].device)
-        parts = iter(self._memory[: sum(sizes)].split(sizes))
+                self.memory = torch.empty(sum(sizes), dtype=torch.uint8, device=large[0].device)
+        parts = iter(self.memory[: sum(sizes)].split(sizes))
 
         def place(tensor: torch.Tensor) -> torch.Tensor:
             if tensor.nbytes < _LARGE_OUTPUT:

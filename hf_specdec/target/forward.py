@@ -11,18 +11,15 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
+from ..drafts import TreeTopology
+from ..kernels.tree_attention import SlotTree
 from ..threads import cached_property
+from ..transfers import PackedTables
 from .masks import RowPlaces, Span, node_positions
-
-
-if TYPE_CHECKING:
-    from ..drafts import TreeTopology
-    from ..kernels.tree_attention import SlotTree
-    from ..transfers import PackedTables
 
 
 @dataclass

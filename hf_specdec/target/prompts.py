@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from threading import get_ident
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,6 @@ from .parts.adapters import ADAPTED_ROW, RowAdapters
 from .parts.positions import PositionCounter
 from .parts.rotary import ChangingRotary, rotary_changes
 from .parts.source import Source
-
-
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
 
 
 # Most tokens after the prompts for which a model's own preparation of inputs is asked beforehand.
@@ -79,7 +75,7 @@ class Request:
         self.prompt_length: int = max(self.input_ids.shape[1], 0 if embeds is None else embeds.shape[1])
 
     @property
-    def processes(self) -> ProcessGroup | None:
+    def processes(self) -> torch.distributed.ProcessGroup | None:
         """The processes that hold parts of the target; `None` where each has all of it."""
         if (getattr(self.model, "tp_size", None) or 1) == 1:
             return None

@@ -24,7 +24,7 @@ class SlotStore:
     def __init__(self, on_dropped: Callable[[Place], None]):
         self._on_dropped = on_dropped  # called with a place whose buffers have made way
         # The one that was used last comes last.
-        self._places: dict[Place, dict[tuple[int, str], torch.Tensor]] = {}
+        self.places: dict[Place, dict[tuple[int, str], torch.Tensor]] = {}
         self.place: Place | None = None  # of the call that has the buffers, once it has asked for one
 
     def take(self, layer: int, name: str, rows: int, heads: int, capacity: int, like: torch.Tensor) -> torch.Tensor:
@@ -35,43 +35,38 @@ class SlotStore:
             slots = padded_slots(capacity)
             fitting = (
                 place
-                for place in self._places
+                for place in self.places
                 if place.rows >= rows and capacity <= place.slots <= _MOST_TIMES_LONGER * slots
             )
             new = Place(padded_rows(rows), slots)
             self.place = min(fitting, key=lambda place: place.rows * place.slots, default=new)
-            self._places[self.place] = self._places.pop(self.place, {})
+            self.places[self.place] = self.places.pop(self.place, {})
             # Whoever makes way may have been the largest.
-            while sum(sizes := [place.rows * place.slots for place in self._places]) > 2 * max(sizes):
-                self._drop(next(iter(self._places)))
+            while sum(sizes := [place.rows * place.slots for place in self.places]) > 2 * max(sizes):
+                self._drop(next(iter(self.places)))
         shape, key = (self.place.rows, heads, self.place.slots, like.shape[-1]), (layer, name)
-        kept = self._places[self.place].get(key)
+        kept = self.places[self.place].get(key)
         if kept is not None:
             if (kept.shape, kept.dtype, kept.device) == (shape, like.dtype, like.device):
                 return kept.zero_()
-            del kept, self._places[self.place][key]
+            del kept, self.places[self.place][key]
             self._on_dropped(self.place)
         with torch.inference_mode(False):
             try:
                 buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
             except torch.OutOfMemoryError:
-                for place in [place for place in self._places if place != self.place]:
+                for place in [place for place in self.places if place != self.place]:
                     self._drop(place)
                 buffer = torch.zeros(shape, dtype=like.dtype, device=like.device)
-        self._places[self.place][key] = buffer
+        self.places[self.place][key] = buffer
         return buffer
 
     def _drop(self, place: Place) -> None:
-        del self._places[place]
+        del self.places[place]
         self._on_dropped(place)
 
-    @property
-    def num_bytes(self) -> int:
-        """Size of all buffers."""
-        return sum(buffer.nbytes for buffers in self._places.values() for buffer in buffers.values())
-
     def clear(self) -> None:
-        self._places.clear()
+        self.places.clear()
         self.place = None
 
 

@@ -193,9 +193,14 @@ class TokenTree:
         """Depths and ancestors, computed once per device."""
         return chain_topology(len(self), device) if self.is_chain else static_topology(self.parents, device)
 
-    @kept_on_device
-    def levels(self, device: torch.device) -> list[Level]:
+    def levels(self, device: torch.device) -> Sequence[Level]:
         """The tree depth by depth, for drafters that read nodes to find their children."""
+        if self.is_chain:
+            return [Level(1, slice(None), slice(None), slice(None))] * len(self.paths)
+        return self._levels(device)
+
+    @kept_on_device
+    def _levels(self, device: torch.device) -> list[Level]:
         with_children = {path[:-1] for path in self.paths}
         read: list[Path] = [()]
         levels = []

@@ -191,12 +191,13 @@ class SlotModel:
         """Reads anchors `(R,)` and drafts after each row's committed slots; a judge is for graphs."""
         output = None if self.graphs is None else graphed_verification(self, anchors, draft, judge)
         if output is None:
-            output = self.forward(_with_anchors(anchors, draft), draft.topology)
+            output = self.forward(torch.cat([anchors[:, None], draft.tokens], dim=1), draft.topology)
         # The last layers may be on another device.
         output.logits = output.logits.to(anchors.device)
         if self.num_successors and output.successors is None:
             logits = output.logits if draft.masks is None else masked_nodes(draft.masks, output.logits)
-            output.successors = with_successors(_with_anchors(anchors, draft), logits, self.num_successors)
+            tokens = torch.cat([anchors[:, None], draft.tokens], dim=1)
+            output.successors = with_successors(tokens, logits, self.num_successors)
         return output
 
     def forward(self, tokens: torch.LongTensor, topology: TreeTopology, logits_from: int = 0) -> SlotOutput:
@@ -306,8 +307,3 @@ class SlotModel:
         self.leads = self.leads + [lead + start for lead, start in zip(other.leads, other.starts)]
         if self.max_position is not None:
             self.max_position = max(self.max_position, other.max_position)
-
-
-def _with_anchors(anchors: torch.LongTensor, draft: DraftTree) -> torch.LongTensor:
-    """Tokens `(R, T)` of the verified nodes."""
-    return anchors[:, None] if draft.size == 0 else torch.cat([anchors[:, None], draft.tokens], dim=1)

@@ -77,7 +77,8 @@ class GrammarMatcher(ABC):
         own = self.tokens[begin:]
         num_shared = min(len(own), len(tokens))
         if own[:num_shared] != tokens[:num_shared]:
-            num_shared = next(place for place in range(num_shared) if own[place] != tokens[place])
+            places = (place for place in range(num_shared) if own[place] != tokens[place])
+            num_shared = next(places, num_shared)  # a list and a tuple may have the same tokens
         self.rollback(len(self.tokens) - begin - num_shared)
         return all(map(self.accept, tokens[num_shared:]))
 

@@ -28,7 +28,7 @@ COMBINING = "+"
 NO_DRAFTS = "none"
 
 _FOLDER = "hf_specdec.candidate_generators"
-_COMBINED_GENERATOR = f"{_FOLDER}.combined.combination:combination"
+_COMBINED_GENERATOR = f"{_FOLDER}.combined.generator:combination"
 
 
 @dataclass(frozen=True, kw_only=True)

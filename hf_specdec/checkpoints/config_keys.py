@@ -7,7 +7,7 @@ known is named in a warning; a whole model's config has dozens of keys, most of 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import translate
 from functools import cache
 from typing import Any
@@ -17,39 +17,21 @@ from ..errors import shown
 
 # Keys that change what layers compute, and the values that are computed here beside none at all.
 _COMPUTED: Mapping[str, tuple] = {
-    "alibi": (),
-    "attention_chunk_size": (),
-    "attention_multiplier": (),
-    "attn_logit_softcapping": (),
-    "attn_temperature_tuning": (),
-    "clip_qkv": (),
-    "dim_model_base": (),
-    "embedding_multiplier": (1,),
-    "final_logit_softcapping": (),
+    **dict.fromkeys(
+        "alibi attention_chunk_size attention_multiplier attn_logit_softcapping attn_temperature_tuning clip_qkv "
+        "dim_model_base final_logit_softcapping no_rope_layers parallel_attn parallel_residual query_pre_attn_scalar "
+        "rope_interleave rope_interleaved use_gemma_norm use_mtp_layernorm use_parallel_residual".split(),
+        (),
+    ),
+    **dict.fromkeys(
+        "embedding_multiplier input_embedding_scale logit_scale logits_scaling output_multiplier residual_multiplier "
+        "rotary_pct rotary_percent scale_depth scale_emb".split(),
+        (1,),
+    ),
+    **dict.fromkeys("is_neox_style next_layer_regular rope_is_neox_style".split(), (True,)),
     "hidden_activation": ("silu",),
-    "input_embedding_scale": (1,),
-    "is_neox_style": (True,),
-    "logit_scale": (1,),
-    "logits_scaling": (1,),
-    "next_layer_regular": (True,),
-    "no_rope_layers": (),
     "norm_type": ("rms_norm", "rmsnorm", "RMSNorm"),
-    "output_multiplier": (1,),
-    "parallel_attn": (),
-    "parallel_residual": (),
     "position_embedding_type": ("rope", "rotary"),
-    "query_pre_attn_scalar": (),
-    "residual_multiplier": (1,),
-    "rope_interleave": (),
-    "rope_interleaved": (),
-    "rope_is_neox_style": (True,),
-    "rotary_pct": (1,),
-    "rotary_percent": (1,),
-    "scale_depth": (1,),
-    "scale_emb": (1,),
-    "use_gemma_norm": (),
-    "use_mtp_layernorm": (),
-    "use_parallel_residual": (),
 }
 
 # Notes of transformers and of whole models' configs, and what the shapes of the tensors say better.
@@ -92,7 +74,7 @@ def refused_key(config: Mapping[str, Any], read_keys: frozenset[str]) -> str | N
     """Reason why a config describes another computation than the one done here."""
     for name, key, value, _ in _unread(config, read_keys):
         allowed = _COMPUTED.get(key)
-        if allowed is not None and not any(value == one for one in allowed) and (value or True in allowed):
+        if allowed is not None and value not in allowed and (value or True in allowed):
             return (
                 f"has `{name}`={shown(value)} in its config.json, which changes what its layers compute, and is "
                 "not supported. Pass a drafter without it."
@@ -108,29 +90,24 @@ def unknown_keys(config: Mapping[str, Any], read_keys: frozenset[str]) -> list[s
 
 def _unread(config: Mapping[str, Any], read_keys: frozenset[str]) -> Iterator[tuple[str, str, Any, bool]]:
     """Full name, key and value of what is not among these, and whether only the drafter can be meant."""
-    read = _compiled(read_keys)
-    is_about_it = "speculators_model_type" in config or config.get("model_type") in _OWN_TYPES
+    read, model_type = _compiled(read_keys), config.get("model_type")
+    inner = (*_BLOCKS, "model") if model_type == "eagle" else _BLOCKS
+
+    def entries(block: Mapping[str, Any], place: str, is_own: bool, is_rope: bool) -> Iterator[tuple]:
+        for key, value in block.items():
+            # Rotary embeddings may have a set of settings for each kind of layer.
+            is_rope_block = is_rope or key in _ROPE_BLOCKS
+            if isinstance(value, Mapping) and (is_rope_block or (not place and key in inner)):
+                yield from entries(value, f"{place}{key}.", True, is_rope_block)
+            elif not (value is None or (is_rope and key in _ROPE) or read.fullmatch(key)):
+                yield f"{place}{key}", key, value, is_own or _OWN_KEYS.fullmatch(key) is not None
+
     # Original Medusa heads have no type of a model.
-    is_about_it |= "medusa_num_heads" in config and "model_type" not in config
-    inner = [*_BLOCKS, "model"] if config.get("model_type") == "eagle" else _BLOCKS
-    for place, key, value, is_own in _entries(config, "", inner, is_about_it):
-        if value is not None and read.fullmatch(key) is None:
-            yield f"{place}{key}", key, value, is_own
+    is_medusa = "medusa_num_heads" in config and "model_type" not in config
+    is_own = "speculators_model_type" in config or model_type in _OWN_TYPES or is_medusa
+    return entries(config, "", is_own, False)
 
 
 @cache
 def _compiled(patterns: frozenset[str]) -> re.Pattern:
     return re.compile("|".join(map(translate, patterns)))
-
-
-def _entries(
-    block: Mapping[str, Any], place: str, inner: Iterable[str], is_own: bool, is_rope: bool = False
-) -> Iterator[tuple[str, str, Any, bool]]:
-    """Place, key and value of all that is said, also in `inner` objects, and whether only the drafter can be meant."""
-    for key, value in block.items():
-        # Rotary embeddings may have a set of settings for each kind of layer.
-        is_rope_block = is_rope or key in _ROPE_BLOCKS
-        if isinstance(value, Mapping) and (is_rope_block or key in inner):
-            yield from _entries(value, f"{place}{key}.", (), True, is_rope_block)
-        elif not (is_rope and key in _ROPE):
-            yield place, key, value, is_own or _OWN_KEYS.fullmatch(key) is not None

@@ -25,16 +25,13 @@ from huggingface_hub import (
     metadata_load,
     try_to_load_from_cache,
 )
-
-# The base of what its HTTP client raises, whichever client that is.
-from huggingface_hub.errors import EntryNotFoundError, HFValidationError, HTTPError
+from huggingface_hub import errors as hub_errors
 from huggingface_hub.utils.sha import git_hash, sha_fileobj
 from transformers.utils import logging
 
 from ..errors import CheckpointAccessError, CheckpointFormatError
 from ..settings import SpeculativeConfig
 from ..threads import Recent, cached_property
-from .access_errors import is_missing_file, is_outage, reason_of
 
 
 logger = logging.get_logger(__name__)
@@ -67,43 +64,9 @@ _END_OF_METADATA = re.compile(r"[\r\n]---")
 # Files that loaders read; logs and the like may change beside them.
 _PARTS_OF_CHECKPOINTS = (".json", ".safetensors", ".bin", ".pt", ".model", ".txt", ".py")
 
-# Large files are named by the SHA-256 of their content, others by that of git.
-_SHA256, _GIT_SHA1 = 64, 40
-_HEXADECIMAL = re.compile(r"[0-9a-f]+")
 
-
-class ReadOfRepositories(Recent[Any]):
-    """Remembers facts read from repositories of the Hub until the cache has another commit: every call asks again."""
-
-    def __init__(self):
-        super().__init__(most=256)
-
-    def recall(self, fact: str, files: RepoFiles, read: Callable[[], Any]) -> Any:
-        """What `read` tells about the checkpoint; of a repository it is asked once."""
-        if files.folder is not None:
-            return read()
-        key = fact, constants.ENDPOINT, files.name, files.revision, files.subfolder
-        commit = files.identity()
-        known_commit, value = self.get(key, (None, None))
-        if key not in self or None not in (known_commit, commit) and known_commit != commit:
-            value, commit = read(), files.identity()
-        if commit is not None or key not in self:
-            # It may have been read before anything was downloaded.
-            self.put(key, (commit, value))
-        return value
-
-
-read_of_repositories: ReadOfRepositories = ReadOfRepositories()
-
-
-def file_identity(path: str | os.PathLike[str] | None) -> tuple[int, int] | None:
-    """Size and time of the last change of a file; `None` where there is none."""
-    try:
-        stat = os.stat(path) if path is not None else None
-    except (OSError, ValueError):
-        return None
-    # Numbers of files are not always the same on network file systems.
-    return None if stat is None else (stat.st_size, stat.st_mtime_ns)
+# Facts read from repositories of the Hub, each after the commit that the cache had: every call asks for them again.
+read_of_repositories: Recent[tuple[Hashable, Any]] = Recent(256)
 
 
 class RepoFiles:
@@ -126,6 +89,8 @@ class RepoFiles:
         self.name: str = str(name)
         self.revision = revision
         self.subfolder: str = subfolder or ""
+        # Of names of files, from the top of the repository on.
+        self.prefix: str = f"{subfolder.strip('/')}/" if subfolder else ""
         self.cache_dir = cache_dir
         self.token = token
         # `None`: it is on the Hub.
@@ -141,33 +106,42 @@ class RepoFiles:
         return cls(config.model, **{name: getattr(config, name) for name in names})
 
     def identity(self) -> Hashable:
-        """Tells without reading them whether the files have changed: equal as long as they have not.
-
-        Of a folder the sizes and times of its files, at a few microseconds each; of a repository the commit in the
-        cache. `None` where there is nothing to look at.
-        """
+        """Equal as long as the files have not changed, told without reading them; `None` where there is nothing."""
         if self.folder is None:
+            # The commit in the cache.
             config = self.cached("config.json")
             return None if config is None else str(config.parent)
         try:
-            names = sorted(name for name in os.listdir(self.folder) if name.endswith(_PARTS_OF_CHECKPOINTS))
+            # Numbers of files are not always the same on network file systems.
+            parts = [file for file in os.scandir(self.folder) if file.name.endswith(_PARTS_OF_CHECKPOINTS)]
+            stats = {file.name: file.stat() for file in parts if file.is_file()}
         except OSError:
             return None
-        return tuple((name, file_identity(self.folder / name)) for name in names)
+        return tuple(sorted((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats.items()))
+
+    def recall(self, fact: str, read: Callable[[], Any]) -> Any:
+        """What `read` tells about the checkpoint; of a repository it is asked once for every commit."""
+        if self.folder is not None:
+            return read()
+        key = fact, constants.ENDPOINT, self.name, self.revision, self.subfolder
+        commit, (known_commit, value) = self.identity(), read_of_repositories.get(key, (None, None))
+        if key not in read_of_repositories or None not in (known_commit, commit) and known_commit != commit:
+            value, commit = read(), self.identity()
+        # It may have been read before anything was downloaded.
+        read_of_repositories.put(key, (commit or known_commit, value))
+        return value
 
     # What there is
 
     @cached_property
     def sizes(self) -> dict[str, int | None]:
         """Name and size in bytes of every file; of a folder those at its top, offline those in the cache."""
-        if self.folder is not None:
-            return _sizes_in(self.folder)
-        info = self._info
-        if info is None:
-            return _sizes_in(self.path("config.json").parent)
-        prefix = f"{self.subfolder.strip('/')}/" if self.subfolder else ""
-        siblings = [file for file in info.siblings or () if file.rfilename.startswith(prefix)]
-        return {file.rfilename.removeprefix(prefix): file.size for file in siblings}
+        if self.folder is None and self.info is not None:
+            siblings = [file for file in self.info.siblings or () if file.rfilename.startswith(self.prefix)]
+            return {file.rfilename.removeprefix(self.prefix): file.size for file in siblings}
+        folder = self.path("config.json").parent if self.folder is None else self.folder
+        paths = sorted(folder.iterdir()) if folder.is_dir() else []
+        return {path.name: path.stat().st_size for path in paths if path.is_file()}
 
     def __contains__(self, name: str) -> bool:
         return name in self.sizes or (self.folder is not None and (self.folder / name).is_file())
@@ -182,8 +156,8 @@ class RepoFiles:
     @cached_property
     def card(self) -> dict[str, Any]:
         """The metadata of the model card, empty where there is none that can be read."""
-        if self.folder is None and self._info is not None:
-            data = self._info.card_data
+        if self.folder is None and self.info is not None:
+            data = self.info.card_data
             return data.to_dict() if data is not None else {}
         if "README.md" not in self or (self.sizes["README.md"] or 0) > MAX_CONFIG_BYTES:
             return {}
@@ -199,7 +173,7 @@ class RepoFiles:
         return metadata if isinstance(metadata, dict) else {}
 
     @cached_property
-    def _info(self) -> ModelInfo | None:
+    def info(self) -> ModelInfo | None:
         """Repository information from the Hub; `None` offline, or where only the cache can be reached."""
         if self.is_offline:
             return None
@@ -209,25 +183,21 @@ class RepoFiles:
                 timeout = constants.HF_HUB_DOWNLOAD_TIMEOUT
                 return api.model_info(self.name, revision=self.asked_revision, files_metadata=True, timeout=timeout)
         except CheckpointAccessError as error:
-            if not is_outage(error.__cause__) or self.cached("config.json") is None:
+            if not _is_outage(error.__cause__) or self.cached("config.json") is None:
                 raise
             logger.warning(f"{error} What is in the cache is used.")
             self.is_offline = True
             return None
-
-    def in_repository(self, name: str) -> str:
-        """The name of a file from the top of the repository on."""
-        return f"{self.subfolder.strip('/')}/{name}" if self.subfolder else name
 
     @property
     def asked_revision(self) -> str | None:
         return self._commit or self.revision
 
     def cached(self, name: str) -> Path | None:
-        file = self.in_repository(name)
+        where = {"cache_dir": self.cache_dir, "revision": self.asked_revision}
         try:
-            path = try_to_load_from_cache(self.name, file, cache_dir=self.cache_dir, revision=self.asked_revision)
-        except HFValidationError:
+            path = try_to_load_from_cache(self.name, self.prefix + name, **where)
+        except hub_errors.HFValidationError:
             return None
         return Path(path) if isinstance(path, str) else None
 
@@ -246,7 +216,11 @@ class RepoFiles:
                     "the folder of a checkpoint."
                 )
             raise CheckpointAccessError(f"There is no {name} in '{self.folder}'. Pass the folder of a checkpoint.")
-        if not path.resolve().is_relative_to(_outermost(self.folder.resolve())):
+        # Of a snapshot in the Hub's cache, links may lead to all of that.
+        folder = self.folder.resolve()
+        snapshots = (one for one in folder.parents if one.name == "snapshots" and one.parent.name[:8] == "models--")
+        outermost = next((one.parent.parent for one in snapshots), folder)
+        if not path.resolve().is_relative_to(outermost):
             raise CheckpointFormatError(
                 f"'{self.name}': {name} is a link that leads out of the folder, to {path.resolve()}. Pass the folder "
                 "where the files are, or copy them."
@@ -279,18 +253,17 @@ class RepoFiles:
         try:
             return self.read_json("config.json")
         except CheckpointFormatError as error:
-            if self.folder is None and isinstance(error, CheckpointAccessError) and not is_missing_file(error):
+            cause = error.__cause__
+            is_missing = isinstance(cause, hub_errors.EntryNotFoundError) and not isinstance(
+                cause, hub_errors.LocalEntryNotFoundError
+            )
+            if self.folder is None and isinstance(error, CheckpointAccessError) and not is_missing:
                 raise
             reason = str(error).removeprefix(f"'{self.name}': ")
             raise type(error)(
                 f"'{self.name}' has no readable config.json: {reason} Or name a `spec_method` that needs no "
                 "checkpoint, such as 'ngram'."
             ) from error
-
-    @property
-    def is_partial(self) -> bool:
-        """True where only a part of a repository may be here."""
-        return self.folder is None and self._info is None
 
     def local(self, name: str) -> Path | None:
         """The path of a file that need not be downloaded."""
@@ -303,12 +276,24 @@ class RepoFiles:
 
     def _downloaded(self, name: str) -> Path:
         cached = self.cached(name)
-        with self.explained(name):
-            path = self._download(name)
-            if path != cached and not _is_intact(path):
+        for is_again in (False, True):
+            with self.explained(name):
+                file = hf_hub_download(
+                    self.name,
+                    self.prefix + name,
+                    revision=self.asked_revision,
+                    cache_dir=self.cache_dir,
+                    token=self.token,
+                    local_files_only=self.is_offline,
+                    library_name="hf_specdec",
+                    force_download=is_again,
+                )
+            path = Path(file)
+            if path == cached or _is_intact(path):
+                break
+            if not is_again:
                 logger.warning(f"'{self.name}': {name} has arrived damaged. It is downloaded again.")
-                path = self._download(name, force_download=True)
-        if path != cached and not _is_intact(path):
+        else:
             path.resolve().unlink(missing_ok=True)
             path.unlink(missing_ok=True)
             raise CheckpointFormatError(
@@ -320,30 +305,46 @@ class RepoFiles:
             self._commit = self._commit or path.parts[path.parts.index("snapshots") + 1]
         return path
 
-    def _download(self, name: str, **options) -> Path:
-        path = hf_hub_download(
-            self.name,
-            self.in_repository(name),
-            revision=self.asked_revision,
-            cache_dir=self.cache_dir,
-            token=self.token,
-            local_files_only=self.is_offline,
-            library_name="hf_specdec",
-            **options,
-        )
-        return Path(path)
-
     @contextmanager
     def explained(self, what: str) -> Iterator[None]:
         """The errors of the Hub's client as errors of this package, which say what to do."""
         try:
             yield
-        except (HTTPError, OSError, EntryNotFoundError, ValueError) as error:
-            if isinstance(error, CheckpointFormatError):
-                raise
-            raise CheckpointAccessError(
-                f"'{self.name}': {what} cannot be had: {reason_of(error, self.name, self.revision, self.is_offline)}"
-            ) from error
+        except CheckpointFormatError:
+            raise
+        except (hub_errors.HTTPError, OSError, hub_errors.EntryNotFoundError, ValueError) as error:
+            raise CheckpointAccessError(f"'{self.name}': {what} cannot be had: {self._reason_of(error)}") from error
+
+    def _reason_of(self, error: BaseException) -> str:
+        """The reason of a failed request, and what to do about it."""
+        page = f"{constants.ENDPOINT}/{self.name}"
+        at_revision = f" at revision '{self.revision}'" if self.revision else ""
+        login = "log in with `hf auth login` or pass `token`"
+        if isinstance(error, hub_errors.GatedRepoError):
+            return f"the repository is gated. Ask for access at {page}, then {login}."
+        if isinstance(error, hub_errors.RepositoryNotFoundError) or _status(error) in (401, 403):
+            return f"there is neither a local folder nor a repository of this name, or it is private: then {login}."
+        if isinstance(error, hub_errors.RevisionNotFoundError):
+            return f"the repository has no revision '{self.revision}'. Name a branch, tag or commit of {page}."
+        if isinstance(error, hub_errors.HFValidationError):
+            return "it is neither a local folder nor the id of a repository, such as 'user/name'. Correct the path."
+        is_local = isinstance(error, hub_errors.LocalEntryNotFoundError)
+        if is_local and self.is_offline:
+            return (
+                f"it is not in the cache{at_revision}, and nothing may be downloaded (`local_files_only`, or the "
+                "environment variable HF_HUB_OFFLINE). Download it once while online."
+            )
+        if is_local or isinstance(error, hub_errors.OfflineModeIsEnabled):
+            error = error.__cause__ or error
+        if isinstance(error, hub_errors.EntryNotFoundError):
+            return f"the repository has no such file{at_revision}. Pass the repository of a complete checkpoint."
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        line = line if line.endswith(".") else f"{line}."
+        if not isinstance(error, hub_errors.HTTPError):
+            return f"{line} Try again, or pass a local folder."
+        status = _status(error)
+        answer = f"answers with the status {status}" if status else f"cannot be reached ({line})"
+        return f"{constants.ENDPOINT} {answer}. Try again later, or pass a local folder."
 
     def damaged(self, name: str, what: str, path: Path | None = None) -> CheckpointFormatError:
         """The error that a file is not as it should be; of a download (`path`) it says how to have it again."""
@@ -352,9 +353,6 @@ class RepoFiles:
             place = f"Delete {path.resolve()}, so that it is" if path is not None else "See whether it can be"
             todo = f"{place} downloaded again, or pass another checkpoint."
         return CheckpointFormatError(f"'{self.name}': {name} {what}. {todo}")
-
-
-# Names
 
 
 def check_is_inside(checkpoint: str, name: str) -> None:
@@ -368,30 +366,26 @@ def check_is_inside(checkpoint: str, name: str) -> None:
         )
 
 
-def _outermost(folder: Path) -> Path:
-    """Folder that links may lead to: the folder itself, or the cache for a snapshot in the Hub's cache."""
-    for snapshots in folder.parents:
-        if snapshots.name == "snapshots" and snapshots.parent.name.startswith("models--"):
-            return snapshots.parent.parent
-    return folder
+def _status(error: BaseException | None) -> int | None:
+    return getattr(getattr(error, "response", None), "status_code", None)
 
 
-def _sizes_in(folder: Path) -> dict[str, int | None]:
-    paths = sorted(folder.iterdir()) if folder.is_dir() else []
-    return {path.name: path.stat().st_size for path in paths if path.is_file()}
-
-
-# Downloads
+def _is_outage(error: BaseException | None) -> bool:
+    """Tells failures of the Hub or the network from wrong names and missing rights."""
+    if isinstance(error, hub_errors.HfHubHTTPError):
+        return (_status(error) or 0) >= 500
+    # The first is the base of what the Hub's HTTP client raises, whichever client that is.
+    outages = (hub_errors.HTTPError, hub_errors.OfflineModeIsEnabled, ConnectionError, TimeoutError)
+    return isinstance(error, outages)
 
 
 def _is_intact(path: Path) -> bool:
     """Compares a file in the cache with the checksum that it is named by; without links it has no such name."""
     blob = path.resolve()
-    if blob.parent.name != "blobs" or not _HEXADECIMAL.fullmatch(blob.name):
-        return True
-    if len(blob.name) == _GIT_SHA1:
+    # Large files are named by the SHA-256 of their content, others by that of git.
+    if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{40}", blob.name):
         return git_hash(blob.read_bytes()) == blob.name
-    if len(blob.name) == _SHA256:
+    if blob.parent.name == "blobs" and re.fullmatch(r"[0-9a-f]{64}", blob.name):
         with blob.open("rb") as file:
             return sha_fileobj(file).hex() == blob.name
     return True

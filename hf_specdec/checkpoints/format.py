@@ -18,7 +18,6 @@ from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CheckpointFormatError
-from ..threads import cached_property
 from .header import unwrapped
 
 
@@ -43,7 +42,6 @@ class Format:
     reader: type[CheckpointReader]  # knows what its settings and tensors mean
 
     def is_marked(self, config: Mapping[str, Any]) -> bool:
-        """True where a config has one of the marks."""
         return is_marked(config, self.config)
 
     def is_shown(self, names: TensorNames) -> bool:
@@ -69,19 +67,19 @@ class Unsupported:
 
 def is_marked(config: Mapping[str, Any], marks: Iterable[str]) -> bool:
     """True where a config has one of the marks."""
-    return any(all(_holds(config, part) for part in mark.split("&")) for mark in marks)
 
+    def holds(mark: str) -> bool:
+        key, equals, pattern = mark.partition("=")
+        value: Any = config
+        for part in key.split("."):
+            value = value.get(part) if isinstance(value, Mapping) else None
+        if key == "architectures":
+            value = architecture(config)
+        if not equals:
+            return bool(value)
+        return value is not None and re.fullmatch(pattern, str(value), re.DOTALL) is not None
 
-def _holds(config: Mapping[str, Any], mark: str) -> bool:
-    key, equals, pattern = mark.partition("=")
-    value: Any = config
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    if key == "architectures":
-        value = architecture(config)
-    if not equals:
-        return bool(value)
-    return value is not None and re.fullmatch(pattern, str(value), re.DOTALL) is not None
+    return any(all(map(holds, mark.split("&"))) for mark in marks)
 
 
 def architecture(config: Mapping[str, Any]) -> str:
@@ -95,19 +93,14 @@ class TensorNames:
 
     def __init__(self, stored: Iterable[str]):
         self.stored: dict[str, str] = {unwrapped(name): name for name in stored}
+        # With beginnings that end with a dot, and ends that begin with one.
+        dots = [(name, dot.start()) for name in self.stored for dot in re.finditer(r"\.", name)]
+        parts = {part for name, dot in dots for part in (name[: dot + 1], name[dot:])}
+        self._said: set[str] = parts.union(self.stored)
 
     def has(self, names: str) -> bool:
         """True where one of the spellings in `names` is there."""
-        return any(map(self._has, names.split("|")))
-
-    def _has(self, name: str) -> bool:
-        return name in (self._parts if "." in (name[0], name[-1]) else self.stored)
-
-    @cached_property
-    def _parts(self) -> set[str]:
-        """Beginnings of names that end with a dot, and ends that begin with one."""
-        dots = [(name, dot.start()) for name in self.stored for dot in re.finditer(r"\.", name)]
-        return {part for name, dot in dots for part in (name[: dot + 1], name[dot:])}
+        return not self._said.isdisjoint(names.split("|"))
 
 
 def format_of(
@@ -128,7 +121,13 @@ def format_of(
     if not fitting:
         tensors = "" if names is None else f" and its tensors ({', '.join(list(names.stored.values())[:3]) or 'none'})"
         seen = f"config.json ({_described(config)}){tensors} {'are' if tensors else 'is'}"
-        near = _near(formats, config, names)
+        # Formats that have something in common with it.
+        partly = [row for row in formats if names and any(map(names.has, row.tensors))]
+        words = [str(value) for value in (architecture(config), config.get("model_type")) if value]
+        by_mark = {re.sub(r"\W|[.]", "", mark.partition("=")[2]): row for row in formats for mark in row.config}
+        close = [by_mark[match] for word in words for match in difflib.get_close_matches(word, by_mark, n=2)]
+        rows = list(dict.fromkeys([*close, *_one_each(partly)]))[:3]
+        near = ", ".join(f"{row.name} (method '{row.method}')" for row in rows)
         raise CheckpointFormatError(
             f"The method of '{name}' cannot be read: its {seen} of no known format."
             f"{f' Nearest: {near}.' if near else ''} Name it with `spec_method`."
@@ -139,20 +138,9 @@ def format_of(
 
 
 def _one_each(rows: list[Format]) -> list[Format]:
-    """The first row of each method."""
     return list({row.method: row for row in reversed(rows)}.values())[::-1]
 
 
 def _described(config: Mapping[str, Any]) -> str:
     keys = ("architectures", "model_type", "speculators_model_type")
     return ", ".join(f"{key}: {config.get(key)}" for key in keys if key in config) or "no architectures, no model_type"
-
-
-def _near(formats: Sequence[Format], config: Mapping[str, Any], names: TensorNames | None) -> str:
-    """Formats that have something in common with a checkpoint that has none of them."""
-    shown = [row for row in formats if names and any(map(names.has, row.tensors))]
-    words = [str(value) for value in (architecture(config), config.get("model_type")) if value]
-    formats_by_mark = {re.sub(r"\W|[.]", "", mark.partition("=")[2]): row for row in formats for mark in row.config}
-    close = [match for word in words for match in difflib.get_close_matches(word, formats_by_mark, n=2)]
-    rows = dict.fromkeys([*(formats_by_mark[match] for match in close), *_one_each(shown)])
-    return ", ".join(f"{row.name} (method '{row.method}')" for row in list(rows)[:3])

@@ -44,19 +44,16 @@ def checkpoint_errors(name: str) -> Iterator[None]:
         yield
     except _PASSED_ON:
         raise
-    except (HTTPError, OfflineModeIsEnabled, ConnectionError, TimeoutError) as error:
-        raise CheckpointAccessError(f"'{name}' cannot be reached: {_reason(error)}. Try again later.") from error
     except Exception as error:
+        text = " ".join(str(error).split())
+        text = text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
+        reason = ": ".join(filter(None, (type(error).__name__, text))).rstrip(".")
+        if isinstance(error, (HTTPError, OfflineModeIsEnabled, ConnectionError, TimeoutError)):
+            raise CheckpointAccessError(f"'{name}' cannot be reached: {reason}. Try again later.") from error
         raise CheckpointFormatError(
             f"'{name}' cannot be loaded, for its config.json and its weights do not fit together, or are damaged: "
-            f"{_reason(error)}. Pass an intact checkpoint."
+            f"{reason}. Pass an intact checkpoint."
         ) from error
-
-
-def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    text = text if len(text) <= MOST_SHOWN else f"{text[: MOST_SHOWN - 3]}..."
-    return f"{type(error).__name__}: {text}".rstrip(".") if text else type(error).__name__
 
 
 class LoadedNetwork(nn.Module):
@@ -86,7 +83,15 @@ def load(
 ) -> Any:
     """Loads the network of `config.model`, or checks one that is `given` and was made elsewhere, as in training."""
     if given is not None:
-        check_given(given, network_class, config, target_model)
+        if not isinstance(given, network_class):
+            raise SpecConfigError(
+                f"spec_method='{config.method}' drafts with a network of the class {network_class.__name__}, got a "
+                f"{type(given).__name__}. Pass one, or the folder or repo id of its checkpoint as `spec_model`."
+            )
+        has_layers = (given.needs.num_hidden_layers, given.needs.min_hidden_layers) != (None, None)
+        sizes = TargetSizes.of(target_model, with_layers=has_layers)
+        for reason in misfits(given.needs, sizes, given.most_gap):
+            raise SpecConfigError(f"The {type(given).__name__} {reason}. Pass one that was trained for this target.")
         return given.fitted(config, target_model)
     name = named_checkpoint(config)
     with checkpoint_errors(name):
@@ -112,21 +117,6 @@ def named_checkpoint(config: SpeculativeConfig) -> str:
             "id of a checkpoint, or the loaded network, as `spec_model`."
         )
     return config.model
-
-
-def check_given(
-    network: Any, expected: type[LoadedNetwork], config: SpeculativeConfig, target_model: nn.Module
-) -> None:
-    """Checks a network that was not loaded here against the target."""
-    if not isinstance(network, expected):
-        raise SpecConfigError(
-            f"spec_method='{config.method}' drafts with a network of the class {expected.__name__}, got a "
-            f"{type(network).__name__}. Pass one, or the folder or repo id of its checkpoint as `spec_model`."
-        )
-    has_layers = (network.needs.num_hidden_layers, network.needs.min_hidden_layers) != (None, None)
-    sizes = TargetSizes.of(target_model, with_layers=has_layers)
-    for reason in misfits(network.needs, sizes, network.most_gap):
-        raise SpecConfigError(f"The {type(network).__name__} {reason}. Pass one that was trained for this target.")
 
 
 def warn_of_dead_weights(name: str, network: nn.Module) -> None:

@@ -111,7 +111,6 @@ _QUANTIZATION: dict[str, dict[str, Any]] = {
 }
 # Inputs and outputs of four-bit layers on a CPU come in blocks.
 _INPUTS_ON_CPU, _OUTPUTS_ON_CPU = 64, 32
-_ON_CPU = f"inputs must be a multiple of {_INPUTS_ON_CPU} there, and outputs of {_OUTPUTS_ON_CPU}"
 
 
 def quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
@@ -123,10 +122,8 @@ def quantization_config(name: str, dtype: Any) -> BitsAndBytesConfig:
     if name == "bitsandbytes_8bit":
         # It says so for every layer of every forward.
         python_logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast_message)
-    settings = dict(_QUANTIZATION[name])
-    if settings.get("load_in_4bit"):
-        settings["bnb_4bit_compute_dtype"] = dtype
-    return BitsAndBytesConfig(**settings)
+    compute = {} if name == "bitsandbytes_8bit" else {"bnb_4bit_compute_dtype": dtype}
+    return BitsAndBytesConfig(**_QUANTIZATION[name], **compute)
 
 
 def _is_no_cast_message(record: python_logging.LogRecord) -> bool:
@@ -138,12 +135,11 @@ def check_four_bits(model: nn.Module, name: str) -> None:
     for path, module in model.named_modules():
         # Where the processor cannot multiply bfloat16, bitsandbytes widens layers of any size.
         has_kernel = getattr(module, "support_avx512bf16_for_cpu", False)
-        if has_kernel and not _fits(module, cast(Any, module).weight.device):
+        if not has_kernel or cast(Any, module).weight.device.type != "cpu":
+            continue
+        if module.in_features % _INPUTS_ON_CPU or module.out_features % _OUTPUTS_ON_CPU:
             raise SpecConfigError(
                 f"The draft model '{name}' cannot compute in four bits on a CPU: {path} has {module.in_features} "
-                f"inputs and {module.out_features} outputs, and {_ON_CPU}. Use quantization='bitsandbytes_8bit'."
+                f"inputs and {module.out_features} outputs, and inputs must be a multiple of {_INPUTS_ON_CPU} there, "
+                f"and outputs of {_OUTPUTS_ON_CPU}. Use quantization='bitsandbytes_8bit'."
             )
-
-
-def _fits(linear: Any, device: torch.device) -> bool:
-    return device.type != "cpu" or not (linear.in_features % _INPUTS_ON_CPU or linear.out_features % _OUTPUTS_ON_CPU)

@@ -21,7 +21,20 @@ from .config_keys import refused_key, unknown_keys
 from .format import Unsupported
 from .header import Header, TargetNeeds, TargetSizes, listed, misfits, unwrapped
 from .quantised import is_about_quantisation, packed_weight, scale_of, scaled
-from .schema import COUNT, MAPPING, Key, Kind, Tensor, count_up_to, dimensions, keys, numbered, pattern_of, renamed
+from .schema import (
+    COUNT,
+    MAPPING,
+    Key,
+    Kind,
+    Tensor,
+    count_up_to,
+    dimensions,
+    keys,
+    numbered,
+    pattern_of,
+    renamed,
+    spellings,
+)
 from .weights import WEIGHT_DTYPES, WEIGHT_FILES, TensorTable
 
 
@@ -171,16 +184,16 @@ class CheckpointReader:
     def sizes(self) -> dict[str, int]:
         """What the symbols of the table stand for, and how many numbers there are in the names of its tensors."""
         described = self._described()
-        spellings = [(row, spelling) for row in self.table for spelling in row.spellings]
-        if spellings and not described:
+        names = [(row, spelling) for row in self.table for spelling in spellings(row.name)]
+        if names and not described:
             such = f" such as {listed(self.stored.values())}" if self.stored else ""
             raise self.wrong(
                 f"holds no {self.noun}: {self.header.file} has {len(self.stored)} tensors{such}, none of them named "
-                f"like '{re.sub('{.*?}', '0', spellings[0][1])}'",
+                f"like '{re.sub('{.*?}', '0', names[0][1])}'",
                 "Pass a checkpoint of this kind, or name the method that this one is for.",
             )
         numbers: dict[str, set[int]] = {
-            symbol: set() for _, spelling in spellings for symbol in pattern_of(spelling).groupindex
+            symbol: set() for _, spelling in names for symbol in pattern_of(spelling).groupindex
         }
         for _, match in described.values():
             for symbol, number in match.groupdict().items():
@@ -191,7 +204,7 @@ class CheckpointReader:
                     f"has the {symbol}s {shown(sorted(those))}, not all from 0 on", "Pass a complete checkpoint."
                 )
         sizes = {symbol: len(those) for symbol, those in numbers.items()}
-        self._require_rows(spellings, sizes)
+        self._require_rows(names, sizes)
         sizes |= self.stated_sizes
         for name, (row, _) in described.items():
             if row.shape:
@@ -213,17 +226,17 @@ class CheckpointReader:
         """The first row that fits each tensor, in the order of the rows and their numbers."""
         described: dict[str, tuple[Tensor, re.Match[str]]] = {}
         for row in self.table:
-            for spelling in row.spellings:
+            for spelling in spellings(row.name):
                 fitting = [match for match in map(pattern_of(spelling).fullmatch, self.stored) if match]
                 for match in sorted(fitting, key=lambda match: [*map(int, match.groups())]):
                     described.setdefault(match[0], (row, match))
         return described
 
-    def _require_rows(self, spellings: Sequence[tuple[Tensor, str]], counts: Mapping[str, int]) -> None:
+    def _require_rows(self, rows: Sequence[tuple[Tensor, str]], counts: Mapping[str, int]) -> None:
         """Checks that what the table needs is there. Of what there is nothing of, the first is missed."""
         described: set[str] = set()
         missing: dict[str, list[str]] = {}
-        for row, spelling in spellings:
+        for row, spelling in rows:
             symbols = pattern_of(spelling).groupindex
             count, whose = math.prod(max(counts[symbol], 1) for symbol in symbols), row.needed
             if count > max(len(self.stored), 1):
@@ -293,14 +306,22 @@ class CheckpointReader:
             for row in rows[1:]:
                 if sum(math.prod(self.shape(source)) for source in row) < math.prod(shapes[name][1:]):
                     raise self.wrong_shape(row[0], shapes[name][1:])
+
+        def row_of(name: str, sources: Sequence[str], shape: tuple[int, ...]) -> torch.Tensor:
+            parts = [self.weight(source, dtype, device) for source in sources]
+            tensor = self.fitted(name, torch.cat(parts) if len(parts) > 1 else parts[0], shape)
+            if tuple(tensor.shape) != shape:
+                raise self.wrong_shape(sources[0], shape)
+            return tensor
+
         read = {name: table.to(device) for name, table in self.tables.items() if name in shapes}
         for name, rows in plan.items():
             if rows == [[name]]:
-                read[name] = self._row(name, rows[0], shapes[name], dtype, device)
+                read[name] = row_of(name, rows[0], shapes[name])
                 continue
             # One at a time: those of large targets are gigabytes.
             for index, row in enumerate(rows):
-                tensor = self._row(name, row, shapes[name][1:], dtype, device)
+                tensor = row_of(name, row, shapes[name][1:])
                 if not index:
                     read[name] = tensor.new_empty(shapes[name])
                 read[name][index] = tensor
@@ -350,20 +371,6 @@ class CheckpointReader:
         return self.wrong(
             f"has {self.stored[name]} of the shape {stored}, where {self.sizes_by} for {list(shape)}", self.fitting
         )
-
-    def _row(
-        self,
-        name: str,
-        sources: Sequence[str],
-        shape: tuple[int, ...],
-        dtype: torch.dtype | None,
-        device: torch.device | str,
-    ) -> torch.Tensor:
-        parts = [self.weight(source, dtype, device) for source in sources]
-        tensor = self.fitted(name, torch.cat(parts) if len(parts) > 1 else parts[0], shape)
-        if tuple(tensor.shape) != shape:
-            raise self.wrong_shape(sources[0], shape)
-        return tensor
 
     def _stored_names(self) -> dict[str, str]:
         names: dict[str, str] = {}

@@ -86,19 +86,15 @@ class Tensor(NamedTuple):
     shape: str = ""
     needed: bool | str = True  # it must be there; a text says whose it is
 
-    @property
-    def spellings(self) -> tuple[str, ...]:
-        """The names that it stands for, but for numbers."""
-        return _spellings(self.name)
-
 
 @cache
-def _spellings(name: str) -> tuple[str, ...]:
+def spellings(name: str) -> tuple[str, ...]:
+    """The names that one of a row stands for, but for numbers."""
     start, bracket, rest = name.partition("(")
     if not bracket:
         return (name,)
     choices, _, end = rest.partition(")")
-    return tuple(start + choice + tail for choice in choices.split("|") for tail in _spellings(end))
+    return tuple(start + choice + tail for choice in choices.split("|") for tail in spellings(end))
 
 
 @cache

@@ -9,8 +9,7 @@ from __future__ import annotations
 import pickle
 import zipfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -83,24 +82,36 @@ class TensorTable(Mapping[str, tuple[int, ...]]):
         return None if None in sizes else sum(sizes)
 
     def _header(self, file: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the tensors of a file; of safetensors on the Hub only the header is downloaded."""
         if file not in self._headers:
-            self._headers[file] = read_header(self.files, file)
+            check_is_inside(self.files.name, file)
+            if is_pickled(file):
+                shapes = {name: tuple(tensor.shape) for name, tensor in self._open(file).items()}
+            elif self.files.local(file) is None:
+                shapes = _remote_header(self.files, file)
+            else:
+                tensors = self._open(file)
+                with _damage_told(self.files, file):
+                    shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}
+            self._headers[file] = shapes
         return self._headers[file]
+
+    def _open(self, file: str) -> Any:
+        """The tensors of a pickled file, mapped into memory, or a file of safetensors that reads them."""
+        if file not in self._opened and is_pickled(file):
+            self._opened[file] = _unpickled(self.files, file)
+        elif file not in self._opened:
+            path = self.files.path(file)
+            with _damage_told(self.files, file):
+                self._opened[file] = safe_open(path, framework="pt")
+        return self._opened[file]
 
     def read(self, name: str, dtype: torch.dtype | None = None, device: torch.device | str = "cpu") -> torch.Tensor:
         """One of the tensors; if it is floating-point in `dtype` (`None`: as stored), on `device`."""
         file = self.file_of[name]
-        if is_pickled(file):
-            if file not in self._opened:
-                self._opened[file] = unpickled(self.files, file)
-            tensor = self._opened[file][name]
-        else:
-            if file not in self._opened:
-                path = self.files.path(file)
-                with _damage_told(self.files, file):
-                    self._opened[file] = safe_open(path, framework="pt")
-            with _damage_told(self.files, file):
-                tensor = self._opened[file].get_tensor(name)
+        tensors = self._open(file)
+        with _damage_told(self.files, file):
+            tensor = tensors[name] if is_pickled(file) else tensors.get_tensor(name)
         # A copy: the file is mapped into memory, and may be overwritten.
         return tensor.to(device, dtype if tensor.is_floating_point() else None, copy=True)
 
@@ -126,35 +137,13 @@ def _weight_map(files: RepoFiles, index: str) -> dict[str, str]:
     for file in shards:
         check_is_inside(files.name, file)
     # Of a repository that is only in the cache, what is there may be all that was needed.
-    missing = [] if files.is_partial else [file for file in shards if file not in files]
+    is_whole = files.folder is not None or files.info is not None
+    missing = [file for file in shards if file not in files] if is_whole else []
     if missing:
         raise CheckpointFormatError(
             f"'{files.name}' lacks {', '.join(missing)}, which {index} names. Pass a complete checkpoint."
         )
     return file_of
-
-
-def read_header(files: RepoFiles, name: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors of a weight file; of safetensors on the Hub only the header is downloaded."""
-    check_is_inside(files.name, name)
-    path = files.local(name)
-    if name.endswith(".safetensors"):
-        if path is None:
-            return _remote_header(files, name)
-        with _damage_told(files, name), safe_open(path, framework="np") as tensors:
-            return {key: tuple(tensors.get_slice(key).get_shape()) for key in tensors.keys()}
-    if path is None and files.cached(name) is None:
-        size = files.sizes.get(name) or 0
-        if size > MAX_PICKLE_BYTES:
-            raise CheckpointFormatError(
-                f"'{files.name}': {name} is pickled, so that its tensors are known once all of it is here. It has "
-                f"{size} bytes, and at most {MAX_PICKLE_BYTES} are downloaded for that. Download it yourself, or "
-                "pass safetensors."
-            )
-        logger.warning(
-            f"'{files.name}': {name} is pickled, so all of it ({size / 1e6:.0f} MB) is downloaded to see its tensors."
-        )
-    return {key: tuple(tensor.shape) for key, tensor in unpickled(files, name).items()}
 
 
 @contextmanager
@@ -167,7 +156,7 @@ def _damage_told(files: RepoFiles, name: str) -> Iterator[None]:
 
 def _remote_header(files: RepoFiles, name: str) -> dict[str, tuple[int, ...]]:
     api = HfApi(endpoint=constants.ENDPOINT, token=files.token)
-    file = files.in_repository(name)
+    file = files.prefix + name
     try:
         with files.explained(name):
             metadata = api.parse_safetensors_file_metadata(files.name, file, revision=files.asked_revision)
@@ -179,15 +168,37 @@ def _remote_header(files: RepoFiles, name: str) -> dict[str, tuple[int, ...]]:
     return {key: tuple(tensor.shape) for key, tensor in metadata.tensors.items()}
 
 
-def unpickled(files: RepoFiles, name: str) -> dict[str, torch.Tensor]:
+def _unpickled(files: RepoFiles, name: str) -> dict[str, torch.Tensor]:
     """The tensors of a file of `torch.save`, mapped into memory but for those of very old torch."""
+    if files.local(name) is None and files.cached(name) is None:
+        size = files.sizes.get(name) or 0
+        if size > MAX_PICKLE_BYTES:
+            raise CheckpointFormatError(
+                f"'{files.name}': {name} is pickled, so that its tensors are known once all of it is here. It has "
+                f"{size} bytes, and at most {MAX_PICKLE_BYTES} are downloaded for that. Download it yourself, or "
+                "pass safetensors."
+            )
+        logger.warning(
+            f"'{files.name}': {name} is pickled, so all of it ({size / 1e6:.0f} MB) is downloaded to see its tensors."
+        )
     path = files.path(name)
     is_archive = zipfile.is_zipfile(path)
     try:
-        if is_archive:
-            _check_archive(path)
+        with zipfile.ZipFile(path) if is_archive else nullcontext() as archive:
+            parts = archive.infolist() if is_archive else []
+        total, size = sum(part.file_size for part in parts), path.stat().st_size
+        if total > size or any(part.compress_type != zipfile.ZIP_STORED for part in parts):
+            # It would take more memory than its size.
+            raise files.damaged(
+                name,
+                f"holds {total} bytes of compressed or overlapping files in {size}, as torch.save never does, so it "
+                "is not read",
+                path,
+            )
         # Names and shapes are read at once, the data when it is looked at.
         tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=is_archive)
+    except CheckpointFormatError:
+        raise
     except pickle.UnpicklingError as error:
         raise CheckpointFormatError(
             f"'{files.name}': {name} is a pickle that holds more than tensors (or is no pickle), and loading it "
@@ -195,29 +206,13 @@ def unpickled(files: RepoFiles, name: str) -> dict[str, torch.Tensor]:
         ) from error
     except Exception as error:
         # In a damaged file the unpickler may trip over anything.
-        what = str(error) if isinstance(error, _Inflated) else f"is damaged, or no file of torch.save: {error!r}"
-        raise files.damaged(name, what, path) from error
+        raise files.damaged(name, f"is damaged, or no file of torch.save: {error!r}", path) from error
     if not isinstance(tensors, dict) or not all(map(_is_named_tensor, tensors.items())):
         raise CheckpointFormatError(
             f"'{files.name}': {name} is not a state dict, a dict of dense tensors with their data by name. Save "
             "the weights of the heads alone."
         )
     return tensors
-
-
-class _Inflated(ValueError):
-    """Raised for an archive that would take more memory than its size, which torch never writes."""
-
-
-def _check_archive(path: Path) -> None:
-    with zipfile.ZipFile(path) as archive:
-        parts = archive.infolist()
-    total, size = sum(part.file_size for part in parts), path.stat().st_size
-    if total > size or any(part.compress_type != zipfile.ZIP_STORED for part in parts):
-        raise _Inflated(
-            f"holds {total} bytes of compressed or overlapping files in {size}, as torch.save never does, so it is "
-            "not read"
-        )
 
 
 def _is_named_tensor(item: tuple[Any, Any]) -> bool:

@@ -14,7 +14,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from ..checkpoints.files import RepoFiles, is_pickled, read_of_repositories
+from ..checkpoints.files import RepoFiles, is_pickled
 from ..checkpoints.format import Format, format_of
 from ..checkpoints.header import Header, TargetNeeds
 from ..checkpoints.loading import checkpoint_errors
@@ -129,7 +129,7 @@ def detect_method(config: SpeculativeConfig) -> str:
     files = RepoFiles.of(config)
     # What else is wrong with it is for its loader to say.
     with checkpoint_errors(files.name):
-        return read_of_repositories.recall("method", files, lambda: _read(files)[0].method)
+        return files.recall("method", lambda: _read(files)[0].method)
 
 
 def _read(files: RepoFiles, reads_pickles: bool = True) -> tuple[Format, str | None, TensorTable | None, list[str]]:

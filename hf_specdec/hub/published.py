@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from transformers.utils import logging
 
 from ..arguments import is_off
-from ..checkpoints.files import RepoFiles, is_pickled, read_of_repositories
+from ..checkpoints.files import RepoFiles, is_pickled
 from ..errors import CheckpointAccessError, CheckpointFormatError, SpecConfigError
 from ..method import is_method_name, takes_model
 from ..settings import CONFIG_NAME, SpeculativeConfig
@@ -148,7 +148,7 @@ def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
     files, source = RepoFiles.of(config), f"{CONFIG_NAME} of '{config.model}'"
     try:
         # The Hub is asked once.
-        saved = copy.deepcopy(read_of_repositories.recall("settings", files, lambda: saved_settings(files)))
+        saved = copy.deepcopy(files.recall("settings", lambda: saved_settings(files)))
     except CheckpointFormatError:
         # Whoever reads the checkpoint itself says what is wrong.
         return config

@@ -444,7 +444,7 @@ def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:
         return _pending_options(flat)
     made_of = options_class(method)
     items = {key_of(item): item for item in options_in(made_of)}
-    hints = getattr(made_of, "type_hints", None) or hints_of(made_of)
+    hints = hints_of(made_of)
     values = {}
     for key, value in by_key(method, flat).items():
         if key not in items:

@@ -45,9 +45,8 @@ def options_class(method: str) -> type[Any]:
 
 
 def options_in(options: Any) -> list[Field[Any]]:
-    """The fields of an options class or object that are options; of a combination those of its parts."""
-    described = getattr(options, "option_fields", None)
-    return [item for item in described or fields(options) if item.init]
+    """The fields of an options class or object that are options."""
+    return [item for item in fields(options) if item.init]
 
 
 def option_fields(method: str) -> list[Field[Any]]:

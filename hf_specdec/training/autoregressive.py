@@ -50,7 +50,12 @@ class AutoregressiveRecipe(Recipe):
         weights = self.head_decay ** torch.arange(self.ttt_steps, dtype=torch.float32)
         weights = (weights / weights.sum()).tolist()
         num_logits = reading.vocab_size if network.token_ids is None else len(network.token_ids)
-        labels = _draft_ids(network, reading.labels_at(anchors, self.ttt_steps))
+        labels = reading.labels_at(anchors, self.ttt_steps)
+        if network.token_ids is not None:
+            # By the draft's ids; those that it does not know do not count.
+            draft_ids = labels.new_full((network.config.vocab_size,), IGNORED)
+            draft_ids[network.token_ids] = torch.arange(len(network.token_ids), device=labels.device)
+            labels = draft_ids[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED)
         for step, (fed, output) in enumerate(walk_cycles(network, reading.tokens, states, anchors, self.ttt_steps)):
             rows, _ = counting = (labels[step] != IGNORED).nonzero(as_tuple=True)
             if len(rows):
@@ -120,12 +125,3 @@ def _within(spans: Sequence[Span], mask: torch.Tensor, queries: torch.Tensor, ke
         return (mask if far is None else mask & ~far)[:, None]
 
     return limited(spans[0]) if len(spans) == 1 else {span: limited(span) for span in spans}
-
-
-def _draft_ids(network: Any, labels: torch.LongTensor) -> torch.LongTensor:
-    """Returns the draft's ids of tokens, of any shape; -100 for those that it does not know."""
-    if network.token_ids is None:
-        return labels
-    table = labels.new_full((network.config.vocab_size,), IGNORED)
-    table[network.token_ids] = torch.arange(len(network.token_ids), device=labels.device)
-    return table[labels.clamp(min=0)].masked_fill(labels == IGNORED, IGNORED)

@@ -19,10 +19,19 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 from ..errors import SpecConfigError
 from ..target_facts import quantisation
 from .arguments import DraftTrainingArguments
-from .continuations import continue_prompts, draw_prompts
 from .options import RESULT_FILE, TextOptions
 from .recipe import Recipe
-from .text import datasets_library, find_sources, learned_tokens, load_documents, pack, rows_of, split
+from .text import (
+    continue_prompts,
+    datasets_library,
+    draw_prompts,
+    find_sources,
+    learned_tokens,
+    load_documents,
+    pack,
+    rows_of,
+    split,
+)
 from .trainer import DraftTrainer
 
 
@@ -71,11 +80,6 @@ class TrainingRun:
         self.folder: Path = Path(arguments.output_dir)
         self.processes: Any = arguments.distributed_state
         find_sources(text.data)
-        self._check_folder()
-        # None writes before all have looked.
-        self.processes.wait_for_everyone()
-
-    def _check_folder(self) -> None:
         if self.folder.is_file():
             raise SpecConfigError(f"The output '{self.folder}' is a file. Name a folder.")
         settings = self.folder / SETTINGS_FILE
@@ -95,6 +99,8 @@ class TrainingRun:
                     f"What is to be resumed is another run: {details}. Resume with the settings it was begun with, or "
                     "begin a new run in another folder."
                 )
+        # None writes before all have looked.
+        self.processes.wait_for_everyone()
 
     def _settings(self) -> dict[str, Any]:
         settings = {"method": self.recipe.method, **asdict(self.recipe), **asdict(self.text)}
@@ -127,7 +133,10 @@ class TrainingRun:
         trainer = DraftTrainer(recipe, network, target, arguments, rows, held_out)
         before = trainer.measure(held_out)
         self._write(SETTINGS_FILE, self._settings())
-        trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint or self._last_checkpoint())
+        # Checkpoints of a run to resume that were written to their end.
+        whole = [path.parent for path in self.folder.glob("checkpoint-*/trainer_state.json")]
+        last = max(whole, key=lambda path: int(path.name.split("-")[1]), default=None)
+        trainer.train(resume_from_checkpoint=arguments.resume_from_checkpoint or (last and str(last)))
         after = trainer.measure(held_out)
         result = RunResult(
             folder=str(self.folder),
@@ -153,11 +162,6 @@ class TrainingRun:
         if self.processes.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
             (self.folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-
-    def _last_checkpoint(self) -> str | None:
-        """The last checkpoint of a run to resume that was written to its end."""
-        whole = [path.parent for path in self.folder.glob("checkpoint-*/trainer_state.json")]
-        return str(max(whole, key=lambda path: int(path.name.split("-")[1]))) if whole else None
 
     def _rows(self, target: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Dataset:
         text = self.text

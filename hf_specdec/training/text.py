@@ -1,21 +1,27 @@
 """Text to train on, read by `datasets`: files, folders and data sets of the Hub, chats in the chat template.
 
+It may also be what the target writes after prompts from it.
+
 Documents and rows are records of one form: their tokens, and how many of them only lead up to the rest: of a chat what
 comes before its last answer, of a row what no draft has to predict.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from packaging.version import Version
-from transformers import PreTrainedTokenizerBase
+from torch.nn.utils.rnn import pad_sequence
+from tqdm.auto import tqdm
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ..errors import MissingDependencyError, SpecConfigError, SpecDecError, shown
+from ..errors import MissingDependencyError, SpecConfigError, SpecDecError, UnsupportedModelError, shown
 from ..prompts import PROMPT_FIELDS, WHOLE_FIELDS, prompts_in
 
 
@@ -192,3 +198,74 @@ def learned_tokens(rows: Dataset) -> torch.LongTensor:
     """The tokens that count of all rows."""
     parts = [np.array(row["tokens"][row["prompt_length"] :], dtype=np.int64) for row in rows]
     return torch.from_numpy(np.concatenate(parts))
+
+
+# Text of the target's own: a draft has to predict what the target writes, not what others wrote.
+
+
+def draw_prompts(documents: Dataset, count: int, length: int, seed: int) -> list[list[int]]:
+    """Draws prompts of up to half of `length` tokens: of a chat all before its last answer, of a text a piece."""
+    # No chat is drawn again before all have been.
+    choose = random.Random(seed)
+    texts, prompt_lengths = list(documents["tokens"]), list(documents["prompt_length"])
+    weights = [length if prompt_length else len(tokens) for tokens, prompt_length in zip(texts, prompt_lengths)]
+    chats = [index for index, prompt_length in enumerate(prompt_lengths) if prompt_length]
+    choose.shuffle(chats)
+    in_turn = cycle(chats)
+    prompts = []
+    for index in choose.choices(range(len(texts)), weights, k=count):
+        if prompt_lengths[index]:
+            index = next(in_turn)
+            prompts.append(texts[index][: prompt_lengths[index]][-(length // 2) :])
+            continue
+        size = choose.randint(max(1, length // 16), max(1, length // 2))
+        start = choose.randrange(max(1, len(texts[index]) - size + 1))
+        prompts.append(texts[index][start : start + size])
+    return prompts
+
+
+@torch.no_grad()
+def continue_prompts(
+    target: PreTrainedModel,
+    prompts: Sequence[Sequence[int]],
+    length: int,
+    *,
+    sampled_share: float = 0.5,  # of the batches, the others are greedy
+    temperature: float = 0.8,
+    max_new_tokens: int | None = None,  # long continuations repeat themselves more, and more prompts teach more
+    batch_size: int = 32,
+    show_progress: bool = False,
+) -> list[dict[str, Any]]:
+    """Continues prompts with the target to rows of at most `length` tokens, in the order of the prompts' lengths."""
+    ends = target.generation_config.eos_token_id
+    ends = set(ends if isinstance(ends, list) else [ends])
+    # Prompts of similar length together.
+    prompts = sorted(prompts, key=len)
+    rows: list[dict[str, Any]] = []
+    with tqdm(desc="target's continuations", total=len(prompts), disable=not show_progress) as bar:
+        for number, start in enumerate(range(0, len(prompts), batch_size)):
+            chosen = [torch.tensor(prompt) for prompt in prompts[start : start + batch_size]]
+            mask = [torch.ones_like(prompt) for prompt in chosen]
+            input_ids, attention_mask = (
+                pad_sequence(batch, batch_first=True, padding_side="left").to(target.device)
+                for batch in (chosen, mask)
+            )
+            is_sampled = int((number + 1) * sampled_share) > int(number * sampled_share)
+            arguments: dict[str, Any] = {
+                "input_ids": input_ids,
+                "attention_mask": attention_mask,
+                "max_new_tokens": min(length - len(chosen[0]), max_new_tokens or length),
+                "pad_token_id": 0,
+                **({"do_sample": True, "temperature": temperature} if is_sampled else {"do_sample": False}),
+            }
+            try:
+                # Greedy output is the same, sampled output has the same distribution, and both come sooner.
+                output = target.generate(**arguments, spec_method="ngram")
+            except UnsupportedModelError:
+                output = target.generate(**arguments)
+            for prompt, answer in zip(chosen, output[:, input_ids.shape[1] :].tolist()):
+                end = next((index + 1 for index, token in enumerate(answer) if token in ends), len(answer))
+                tokens = [*prompt.tolist(), *answer[:end]][:length]
+                rows.append({"tokens": tokens, "prompt_length": len(prompt)})
+            bar.update(len(chosen))
+    return rows

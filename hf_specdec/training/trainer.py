@@ -142,15 +142,12 @@ class MuonAndAdamW(torch.optim.Optimizer):
     """Muon for the weights of linear layers that neither read nor write the vocabulary, AdamW for all others."""
 
     def __init__(self, network: nn.Module, arguments: DraftTrainingArguments):
-        embeddings = {id(module.weight) for module in network.modules() if isinstance(module, nn.Embedding)}
-        hidden = {
-            f"{name}.weight"
-            for name, module in network.named_modules()
-            if isinstance(module, nn.Linear) and not name.endswith("lm_head") and id(module.weight) not in embeddings
-        }
-        trained = {name: parameter for name, parameter in network.named_parameters() if parameter.requires_grad}
-        matrices = [parameter for name, parameter in sorted(trained.items()) if name in hidden]
-        rest = [parameter for name, parameter in trained.items() if name not in hidden]
+        linear = {name: part for name, part in network.named_modules() if isinstance(part, nn.Linear)}
+        hidden = {part.weight for name, part in linear.items() if not name.endswith("lm_head")}
+        hidden -= {part.weight for part in network.modules() if isinstance(part, nn.Embedding)}
+        trained = [parameter for parameter in network.parameters() if parameter.requires_grad]
+        matrices = [parameter for parameter in trained if parameter in hidden]
+        rest = [parameter for parameter in trained if parameter not in hidden]
         rate, decay = arguments.learning_rate, arguments.weight_decay
         groups = [
             {"params": [parameter for parameter in rest if parameter.ndim >= 2], "weight_decay": decay},

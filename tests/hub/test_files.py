@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from hf_specdec import CheckpointFormatError
 from hf_specdec.checkpoints import weights
 from hf_specdec.checkpoints.files import RepoFiles
-from hf_specdec.checkpoints.weights import TensorTable, read_header
+from hf_specdec.checkpoints.weights import TensorTable
 from hf_specdec.errors import CheckpointAccessError
 from tests.helpers.levels import full
 from tests.helpers.loopback_hub import TOKEN
@@ -61,8 +61,7 @@ def test_places_read_alike(place, folder, head, hub):
     assert files.first_of(["none", "model.safetensors", "config.json"]) == "model.safetensors"
     assert (files.first_of(["*.safetensors"]), files.first_of(["none"])) == ("model.safetensors", None)
     assert (files.config, files.card["base_model"]) == ({"model_type": "llama"}, "user/target")
-    header, table = read_header(files, "model.safetensors"), TensorTable(files, "model.safetensors")
-    assert header == SHAPES
+    table = TensorTable(files, "model.safetensors")
     assert (table, table.num_bytes) == (SHAPES, (folder / "model.safetensors").stat().st_size)
     # Of weights only the header is sent.
     assert place == "cache" or hub.sent() < (folder / "model.safetensors").stat().st_size / 2
@@ -70,7 +69,7 @@ def test_places_read_alike(place, folder, head, hub):
     with pytest.raises(CheckpointAccessError, match=r"none\.json"):
         files.path("none.json")
     with pytest.raises(CheckpointAccessError):
-        read_header(files, "none.safetensors")
+        TensorTable(files, "none.safetensors")
 
 
 def test_a_pickle_is_downloaded_to_see_its_tensors(hub, tmp_path, monkeypatch, warnings):
@@ -160,7 +159,7 @@ def test_offline(hub, head, monkeypatch):
     files = RepoFiles(head, local_files_only=True)
     assert list(files.sizes) == ["config.json"]
     with pytest.raises(CheckpointAccessError, match="it is not in the cache, and nothing may be downloaded"):
-        read_header(files, "model.safetensors")
+        TensorTable(files, "model.safetensors")
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     hub.requests.clear()
     with pytest.raises(CheckpointAccessError, match="HF_HUB_OFFLINE.*Download it once while online"):
@@ -195,7 +194,7 @@ def test_header_that_claims_too_much(hub, folder):
         hub.add("user/head", folder)
         for name in (folder, "user/head"):
             with pytest.raises(CheckpointFormatError, match="model.safetensors is damaged|its tensors need more"):
-                read_header(RepoFiles(name), "model.safetensors")
+                TensorTable(RepoFiles(name), "model.safetensors")
 
 
 @full

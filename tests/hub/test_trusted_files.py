@@ -18,7 +18,7 @@ from hf_specdec.candidate_generators.eagle.network import EagleNetwork
 from hf_specdec.checkpoints.files import RepoFiles, only_safetensors
 from hf_specdec.checkpoints.header import Header
 from hf_specdec.checkpoints.loading import load as load_network
-from hf_specdec.checkpoints.weights import TensorTable, read_header
+from hf_specdec.checkpoints.weights import TensorTable
 from hf_specdec.hub.detect import detect_checkpoint, detect_method
 from tests.helpers.levels import in_full
 from tests.helpers.models import tiny_llama
@@ -94,7 +94,7 @@ def write_index(folder, name):
 def test_names_that_lead_out_of_a_folder(hub, folder, draft):
     files = RepoFiles(folder)
     for name in OUTSIDE:
-        for read in (files.path, partial(read_header, files)):
+        for read in (files.path, partial(TensorTable, files)):
             with pytest.raises(CheckpointFormatError, match="no plain name inside of it"):
                 read(name)
     # Names in an index.
@@ -121,7 +121,7 @@ def test_links_that_lead_out_of_a_folder(hub, folder):
         link.unlink()
         link.symlink_to(outside)
         with pytest.raises(CheckpointFormatError, match="is a link that leads out of the folder, to .*secret"):
-            read_header(RepoFiles(link.parent), "model.safetensors")
+            TensorTable(RepoFiles(link.parent), "model.safetensors")
     # Inside of it they may lead anywhere, and it may be a link itself.
     (folder / "inner").mkdir()
     shutil.move(outside, folder / "inner" / "weights")
@@ -185,7 +185,7 @@ def test_code_in_a_pickle_does_not_run(hub, tmp_path, monkeypatch):
     hub.add("user/head", tmp_path)
     for name in ("user/head", tmp_path):
         with pytest.raises(CheckpointFormatError, match="more than tensors.*could run code"):
-            read_header(RepoFiles(name), "pytorch_model.bin")
+            TensorTable(RepoFiles(name), "pytorch_model.bin")
     assert not (tmp_path / "should_not_exist").exists()
 
 

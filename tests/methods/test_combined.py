@@ -144,7 +144,7 @@ def asked_share(draft_seconds, accepted, score=0.0, truth=0.0):
         choice.observe_cycle(1, 8, 1.0, 1 + (count if is_asked else truth))
         if is_asked:
             choice.observe_draft([RowOutcome(0, 4, 4, count, count + 1)], 1, 4, draft_seconds, None)
-        choice.observe_retrieved(0, probs, truth)
+        choice.ratings[0].observe(sum(probs), truth)
         num_asked += is_asked
     return num_asked / 300
 

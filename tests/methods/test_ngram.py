@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from hf_specdec.candidate_generators.ngram import generator
 from hf_specdec.candidate_generators.ngram.generator import NgramCandidateGenerator
-from hf_specdec.candidate_generators.ngram.texts import LONGEST_MATCH, CallTexts, DeviceTexts, LookupRule, RowText
+from hf_specdec.candidate_generators.ngram.texts import LONGEST_MATCH, CallTexts, DeviceTexts, RowText
 from hf_specdec.drafting.state import Entries
 from hf_specdec.drafts import DraftTree
 from hf_specdec.kernels.text import best_matches
@@ -231,9 +231,9 @@ def drafts_of_host_and_device(texts, rooms, **options):
         memory[row, : len(text)] = torch.tensor(text)
     longest = generator.config.num_speculative_tokens
     most = torch.tensor([min(room, longest) for room in rooms])
-    rule = LookupRule(generator.options, generator._num_matches, longest, generator.num_draft_nodes)
-    found = rule.draft(memory, torch.tensor(list(map(len, texts))), most)
-    is_chain = generator._num_matches == 1
+    lengths = torch.tensor(list(map(len, texts)))
+    found = generator.rule.draft(memory, lengths, most, longest, generator.num_draft_nodes)
+    is_chain = generator.rule.num_matches == 1
     device = DraftTree.chain(found.tokens, found.num_nodes) if is_chain else DraftTree(*found)
     assert (host.token_lists(), host.parent_lists()) == (device.token_lists(), device.parent_lists())
     return device
@@ -278,7 +278,7 @@ def test_texts_of_a_call_on_the_device():
     assert lengths.tolist() == [5, 2]
     assert buffer[:, :6].tolist() == [[1, 2, 3, 5, 6, 0], [4, 7, 0, 0, 0, 0]]
     # Of the first row only one token was kept: the text goes on otherwise.
-    texts.have_grown([4, 2])
+    texts.lengths = [4, 2]
     texts.write([0, 1], [np.array([1, 2, 3, 5, 9]), np.array([4, 7])], 2)
     assert buffer[:, :5].tolist() == [[1, 2, 3, 5, 9], [4, 7, 0, 0, 0]]
     for num_more in (0, texts.size + 1):

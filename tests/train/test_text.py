@@ -9,8 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_specdec.errors import MissingDependencyError, SpecConfigError
-from hf_specdec.training.continuations import continue_prompts, draw_prompts
-from hf_specdec.training.text import find_sources, load_documents, pack, rows_of, split
+from hf_specdec.training.text import (
+    continue_prompts,
+    draw_prompts,
+    find_sources,
+    load_documents,
+    pack,
+    rows_of,
+    split,
+)
 from tests.helpers.models import VOCAB_SIZE, letter_tokenizer, tiny_llama
 
 

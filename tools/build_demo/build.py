@@ -37,10 +37,9 @@ from hf_specdec.candidate_generators.medusa.recipe import MedusaRecipe
 from hf_specdec.candidate_generators.mlp_speculator.recipe import MLPSpeculatorRecipe
 from hf_specdec.candidate_generators.mtp.recipe import MtpRecipe
 from hf_specdec.training.arguments import DraftTrainingArguments
-from hf_specdec.training.continuations import continue_prompts
 from hf_specdec.training.reading import collate
 from hf_specdec.training.recipe import Acceptance, Recipe
-from hf_specdec.training.text import learned_tokens, rows_of, split
+from hf_specdec.training.text import continue_prompts, learned_tokens, rows_of, split
 from hf_specdec.training.trainer import DraftTrainer
 
 from . import attention as _attention  # noqa: F401 - registers blockwise_causal

@@ -11,10 +11,10 @@ Shapes: B active rows, N draft nodes, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from dataclasses import dataclass, field, fields, make_dataclass, replace
+from functools import cache, lru_cache
 from operator import mul
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,8 +24,13 @@ from ...control.clock import CycleClock
 from ...control.rates import RowOutcome
 from ...drafting.defer import UnreadText
 from ...drafts import DraftTree
+from ...drafts.static import MAX_NODES
+from ...errors import SpecConfigError
+from ...method import COMBINING, NO_DRAFTS, resolve_candidate_generator
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...settings import SpeculativeConfig
+from ...settings.checks import hints_of, setting
+from ...threads import cached_property
 from ...transfers import upload
 from ..base import CandidateGenerator
 from ..row_trees import first_path, grafted
@@ -62,7 +67,7 @@ _call_configs = lru_cache(part_configs)
 
 
 class Combination(Wrapper):
-    """Two methods as one, the `parts`; [`~candidate_generators.combined.combination`] makes a class of each pair."""
+    """Two methods as one, the `parts`; [`combination`] makes a class of each pair."""
 
     @classmethod
     def default_length(cls, options: Any) -> int:
@@ -103,24 +108,21 @@ class Combination(Wrapper):
         # Texts of the second part are kept for calls with it alone, too.
         return cls.parts[0].age_texts(resources.retrieval, most_age)
 
-    @classmethod
-    def parts_of_a_call(
-        cls, config: SpeculativeConfig, resources: CombinedResources, session: Session
-    ) -> tuple[CandidateGenerator, CandidateGenerator]:
-        """The candidate generators of the two for a call."""
-        (first, second), (first_config, second_config) = cls.parts, _call_configs(config)
-        return first(first_config, resources.retrieval, session), second(second_config, resources.model, session)
+    def __init__(self, config: SpeculativeConfig, resources: CombinedResources, session: Session):
+        (first, second), (first_config, second_config) = self.parts, _call_configs(config)
+        generators = first(first_config, resources.retrieval, session), second(second_config, resources.model, session)
+        super().__init__(config, session, generators, generators)
 
 
 class CombinedCandidateGenerator(Combination):
     """Asks one candidate generator that retrieves, and where that pays, a second one."""
 
     def __init__(self, config: SpeculativeConfig, resources: CombinedResources, session: Session):
-        parts = self.parts_of_a_call(config, resources, session)
-        self.retrieval: CandidateGenerator = parts[0]
-        self.model: CandidateGenerator = parts[1]
+        super().__init__(config, resources, session)
+        self.retrieval: CandidateGenerator = self.generators[0]
+        self.model: CandidateGenerator = self.generators[1]
         self._unread = UnreadText(self.model)
-        super().__init__(config, session, parts, (self.retrieval, self._unread))
+        self.readers = (self.retrieval, self._unread)
         self.choice: DrafterChoice = DrafterChoice(
             resources.profile, session.batch_size, self.model.num_speculative_tokens, session.adapts
         )
@@ -179,9 +181,9 @@ class CombinedCandidateGenerator(Combination):
             # Of a row that has verified the other draft nothing of the own one was accepted.
             accepted = [count if is_asked else 0 for count, is_asked in zip(commit.num_accepted, cycle.asked)]
             self.model.observe(replace(commit, num_accepted=accepted))
-            return
-        self._unread.observe(commit)
-        self._bound_unread()
+        else:
+            self._unread.observe(commit)
+            self._bound_unread()
 
     def _learn(self, cycle: _Cycle, commit: Commit) -> None:
         times, num_rows = self._clock.end(), len(commit.rows)
@@ -196,7 +198,7 @@ class CombinedCandidateGenerator(Combination):
                 # The tokens that a retrieved draft would have given are known also where it was not verified.
                 seen_probs = probs[: outcome.num_committed] if is_asked else probs
                 num_agreeing = cycle.num_agreeing(index, commit.token_lists[index])
-                self.choice.observe_retrieved(outcome.row, seen_probs, num_agreeing)
+                self.choice.ratings[outcome.row].observe(sum(seen_probs), num_agreeing)
             if is_asked or probs:
                 self._num_drafts[is_asked] += 1
                 self._num_accepted[is_asked] += outcome.num_accepted
@@ -275,12 +277,11 @@ class LedCandidateGenerator(Combination):
     """Asks a method that leads, and another one for what comes after the tokens that the first is sure of."""
 
     def __init__(self, config: SpeculativeConfig, resources: CombinedResources, session: Session):
-        parts = self.parts_of_a_call(config, resources, session)
-        self.leading: CandidateGenerator = parts[0]
-        self.continuing: CandidateGenerator = parts[1]
-        super().__init__(config, session, parts, parts)
+        super().__init__(config, resources, session)
+        self.leading: CandidateGenerator = self.generators[0]
+        self.continuing: CandidateGenerator = self.generators[1]
         self._num_drafts = [0, 0]  # to which each part has added something
-        self._alone: DraftTree | None = None  # the last draft, if nothing has led
+        self._added: tuple[DraftTree, ...] = ()  # to the last draft; of one, the second part's alone
 
     @property
     def num_draft_nodes(self) -> int:
@@ -289,18 +290,18 @@ class LedCandidateGenerator(Combination):
     def propose(self, step: DraftStep) -> DraftTree:
         first = self.leading.propose(step)
         if not self.may_mask:
-            self._alone = self.continuing.propose(step)
-            self._alone.drafters = [self.options.methods[1]] * len(step.rows)
-            return self._alone
+            draft = self.continuing.propose(step)
+            draft.drafters = [self.options.methods[1]] * len(step.rows)
+            self._added = (draft,)
+            return draft
         runs = map(run_of, first.token_lists(), first.parent_lists())
         # After a mere guess the second method drafts from the text itself, beside the guess.
         is_sure = [probs[:1] > [_SURE] for probs in self.leading.acceptance_probs]
         leads = [run if sure else [] for run, sure in zip(runs, is_sure)]
         rooms = [max(room - len(lead), 0) for room, lead in zip(self.draft_depths(step), leads)]
         second = self.continuing.propose(replace(step, leads=leads, max_draft_tokens=rooms))
-        for part, added in enumerate((first, second)):
-            self._num_drafts[part] += sum(map(bool, added.counts()))
-        trees = (zip(draft.token_lists(), draft.parent_lists()) for draft in (first, second))
+        self._added = first, second
+        trees = (zip(draft.token_lists(), draft.parent_lists()) for draft in self._added)
         rows = zip(*trees, leads)
         both = [grafted([(*one, -1), (*other, len(lead) - 1)]) for one, other, lead in rows]
         tokens, parents = map(list, zip(*both))
@@ -319,9 +320,9 @@ class LedCandidateGenerator(Combination):
 
     def observe(self, commit: Commit) -> None:
         super().observe(commit)
-        alone, self._alone = self._alone, None
-        if alone is not None:
-            self._num_drafts[1] += sum(map(bool, alone.counts()))
+        for part, added in enumerate(reversed(self._added)):
+            self._num_drafts[1 - part] += sum(map(bool, added.counts()))
+        self._added = ()
 
     def close(self) -> None:
         super().close()
@@ -337,3 +338,102 @@ def run_of(tokens: list[int], parents: list[int]) -> list[int]:
             break
         run.append(token)
     return run
+
+
+@dataclass(frozen=True)
+class CombinedOptions:
+    """Options of a combination; the class of a pair has those of both parts beside its own one."""
+
+    methods: ClassVar[tuple[str, ...]]
+    owners: ClassVar[tuple[type, ...]]  # the options classes of the parts
+    retrieval_num_speculative_tokens: int | None = setting(
+        None,
+        "Most tokens of a retrieved draft; `num_speculative_tokens` is that of the other method. Default: that of the "
+        "retrieving method.",
+        least=1,
+        most=MAX_NODES,
+        published=True,
+    )
+
+    def __post_init__(self) -> None:
+        # What is wrong with them is said at once.
+        _ = self.retrieval, self.model
+
+    @cached_property
+    def retrieval(self) -> Any:
+        """The options of the first part."""
+        return self._part(self.owners[0])
+
+    @cached_property
+    def model(self) -> Any:
+        """The options of the second part."""
+        return self._part(self.owners[1])
+
+    def _part(self, owner: type) -> Any:
+        return owner(**{item.name: getattr(self, item.name) for item in fields(owner) if item.init})
+
+    def __reduce__(self) -> Any:
+        # Their class has no name in a module.
+        return _remade, (self.methods, {item.name: getattr(self, item.name) for item in fields(self)})
+
+
+def _remade(methods: tuple[str, ...], values: dict[str, Any]) -> CombinedOptions:
+    return combination(methods).options_class(**values)
+
+
+def _options_class(methods: tuple[str, ...], owners: tuple[type, ...]) -> type[CombinedOptions]:
+    """The options of a pair, in one set of names."""
+    # Both may be of one class.
+    hints = {item: hints_of(owner)[item.name] for owner in owners for item in fields(owner) if item.init}
+    seen: set[str] = set()
+    for item in (*fields(CombinedOptions), *hints):
+        names = {item.name, item.metadata.get("key", item.name)}
+        if names & seen:
+            raise SpecConfigError(
+                f"method='{COMBINING.join(methods)}': both methods have an option `{sorted(names & seen)[0]}`, and "
+                "whose is meant could not be said. Rename the option of one, or use one of the methods alone."
+            )
+        seen |= names
+    rows = [
+        (item.name, hint, field(default=item.default, default_factory=item.default_factory, metadata=item.metadata))
+        for item, hint in hints.items()
+    ]
+    own = {"methods": methods, "owners": owners}
+    return make_dataclass("CombinedOptions", rows, bases=(CombinedOptions,), namespace=own, frozen=True)
+
+
+def combination(methods: tuple[str, ...]) -> type[Combination]:
+    """The candidate generator of two methods; those that cannot be combined are refused."""
+    return _combination(methods, tuple(map(resolve_candidate_generator, methods)))
+
+
+@cache
+def _combination(methods: tuple[str, ...], parts: tuple[type[CandidateGenerator], ...]) -> type[Combination]:
+    name = COMBINING.join(methods)
+    if NO_DRAFTS in methods:
+        raise SpecConfigError(f"method='{name}': '{NO_DRAFTS}' drafts nothing beside another method. Leave it out.")
+    is_led = len(parts) == 2 and parts[0].leads and parts[1].continues_leads
+    retrieves = [part.estimates_acceptance for part in parts]
+    if not is_led and retrieves != [True, False]:
+        if retrieves == [False, True]:
+            problem = f"names the retrieving one last. Write '{methods[1]}+{methods[0]}'"
+        elif len(parts) == 2:
+            kind = "retrieve" if retrieves[0] else "draft everywhere"
+            problem = f"names {'one method twice' if methods[0] == methods[1] else f'two that {kind}'}"
+        else:
+            problem = f"names {len(parts)}"
+        raise SpecConfigError(
+            f"method='{name}': a combination has two methods, one that retrieves (ngram, suffix) and one that drafts "
+            f"everywhere, in this order, and this one {problem}. An example is 'suffix+eagle3'. Before any other "
+            "method 'grammar' can stand."
+        )
+    loaded_by = [part.loaded_by for part in parts]
+    attributes = {
+        "parts": parts,
+        "options_class": _options_class(methods, tuple(part.options_class for part in parts)),
+        "default_num_speculative_tokens": parts[1].default_num_speculative_tokens,
+        "most_speculative_tokens": parts[1].most_speculative_tokens,
+        "loaded_by": None if None in loaded_by else tuple(dict.fromkeys(sum(loaded_by, ()))),
+    }
+    kind = LedCandidateGenerator if is_led else CombinedCandidateGenerator
+    return type(kind.__name__, (kind,), attributes)

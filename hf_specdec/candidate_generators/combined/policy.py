@@ -10,24 +10,10 @@ Shapes: B active rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
 from operator import mul
 
-from ...control import ControlProfile
-from ...control.constants import (
-    CALLS_WEIGHT,
-    FIRST_DRAFTS,
-    FIRST_RATE,
-    HYSTERESIS,
-    LARGEST_RATING,
-    LITTLE,
-    PLAN_EVERY,
-    RATE_MEMORY,
-    ROW_RATING_WEIGHT,
-    WINDOW,
-)
+from ...control import ControlProfile, constants
 from ...control.controller import TrialBudget, first_length
 from ...control.rates import PositionRates, Rate, RatingFactor, RowOutcome
 from ...control.times import LatencyModel
@@ -36,15 +22,6 @@ from ...control.times import LatencyModel
 # How often a cycle must ask like the one before it for a draft to be launched before that is known: one for nothing
 # costs a GPU the whole draft, one that is asked for saves its wait for the host alone. Estimated, not measured.
 _LIKELY = 0.75
-
-
-@dataclass
-class _Trial:
-    """A draft of the second drafter that does not seem to pay."""
-
-    retrieved: dict[int, float]  # by row of the call the tokens expected from its retrieved draft
-    num_retrieved: int  # nodes of a row of the retrieved drafts
-    reading: float  # seconds in which the drafter has to read first
 
 
 class DrafterChoice:
@@ -70,11 +47,13 @@ class DrafterChoice:
         self._num_cycles = 0
         self.latency: LatencyModel = profile.latency.for_another_call()
         # One rate for all rows: what differs between them is what is retrieved.
-        self.accepted: PositionRates = PositionRates(length, WINDOW, FIRST_RATE, profile.accepted, CALLS_WEIGHT)
-        self._num_first = 0 if self.latency.draft else FIRST_DRAFTS
+        self.accepted: PositionRates = PositionRates(
+            length, constants.WINDOW, constants.FIRST_RATE, profile.accepted, constants.CALLS_WEIGHT
+        )
+        self._num_first = 0 if self.latency.draft else constants.FIRST_DRAFTS
         self._budget = TrialBudget(profile.budget)
-        self._trial: _Trial | None = None
-        self._ratings = [RatingFactor(weight=ROW_RATING_WEIGHT) for _ in range(num_rows)]
+        # By row of the call: what agrees with the text of what was expected of its retrieved drafts.
+        self.ratings: list[RatingFactor] = [RatingFactor(weight=constants.ROW_RATING_WEIGHT) for _ in range(num_rows)]
         self._missed = 0.0  # seconds that were lost without the drafter
         self._was_asked = False
         self._again = Rate(1.0, 1.0)  # how often one cycle after the other asks
@@ -90,7 +69,7 @@ class DrafterChoice:
     ) -> list[bool]:
         """Tells for each row whether the second drafter is asked."""
         retrieved = [
-            min(min(self._ratings[row].value, LARGEST_RATING) * sum(probs), len(probs))
+            min(min(self.ratings[row].value, constants.LARGEST_RATING) * sum(probs), len(probs))
             for row, probs in zip(rows, acceptance_probs)
         ]
         tokens = list(accumulate(accumulate(self.accepted.expected(), mul), initial=0.0))
@@ -102,39 +81,43 @@ class DrafterChoice:
             is_due = self._budget.earn(usual, plain, reading)
 
         def gain(asked: list[bool]) -> float:
-            more_tokens, depth = (sum(filter(None, map(mul, asked, more))), max(map(mul, asked, lengths)))
-            return self._gain(more_tokens, depth, len(rows), num_retrieved, 0 if all(asked) else num_retrieved)
+            """Seconds that these drafts win, the reading of unread text not counted."""
+            depth, num_rows, latency = max(map(mul, asked, lengths)), len(rows), self.latency
+            without = latency.verify_seconds(num_retrieved + 1, num_rows)
+            least_nodes = 0 if all(asked) else num_retrieved
+            drafting = latency.cycle_seconds(depth, num_rows, least_nodes=least_nodes) - without
+            seconds_per_token = self._seconds / self._tokens if self._tokens else without / num_rows
+            return sum(tokens for tokens, is_asked in zip(more, asked) if is_asked) * seconds_per_token - drafting
 
-        self._trial = None
         wanted = [length > 0 and theirs > 0 for theirs, length in zip(more, lengths)]
         if any(wanted):
             self._missed += max(gain(wanted), 0.0)
             if self._num_first > 0 or self._missed > reading:
                 self._missed = 0.0
                 return wanted
-        tried = [length > 0 and ours < LITTLE for ours, length in zip(retrieved, lengths)]
-        if any(tried) and is_due and reading - gain(tried) <= self._budget.seconds:
+        tried = [length > 0 and ours < constants.LITTLE for ours, length in zip(retrieved, lengths)]
+        if any(tried) and is_due and (price := reading - gain(tried)) <= self._budget.seconds:
             self._budget.num_cycles = 0
-            self._trial = _Trial(dict(zip(rows, retrieved)), num_retrieved, reading)
+            self._budget.seconds -= price
             return tried
         return [False] * len(rows)
 
     def choose_depth(self, num_rows: int) -> int:
         """The depth that brings most tokens per second to rows for which nothing is retrieved."""
-        is_due = self._chooses_depth and self._num_cycles % PLAN_EVERY == 0
+        is_due = self._chooses_depth and self._num_cycles % constants.PLAN_EVERY == 0
         self._num_cycles += 1
         if is_due and self.latency.draft:
             tokens = accumulate(accumulate(self.accepted.expected(), mul), initial=1.0)
             values = [number / self.latency.cycle_seconds(depth, num_rows) for depth, number in enumerate(tokens)]
             best = max(range(1, len(values)), key=values.__getitem__)
-            if values[best] > HYSTERESIS * values[self.depth]:
+            if values[best] > constants.HYSTERESIS * values[self.depth]:
                 self.depth = best
         return self.depth
 
     def note_asked(self, is_asked: bool) -> None:
         """Takes in whether the second drafter drafts for any row of this cycle."""
         if self._was_asked:
-            self._again.observe(is_asked, WINDOW)
+            self._again.observe(is_asked, constants.WINDOW)
         self._was_asked = is_asked
 
     @property
@@ -142,20 +125,12 @@ class DrafterChoice:
         """Tells whether the next cycle asks as probably as pays for a draft that is launched before this is known."""
         return self._was_asked and self._again.mean > _LIKELY
 
-    def _gain(self, more_tokens: float, depth: int, num_rows: int, num_retrieved: int, least_nodes: int) -> float:
-        """Seconds that a draft wins which brings so many more tokens, the reading of unread text not counted."""
-        latency = self.latency
-        without = latency.verify_seconds(num_retrieved + 1, num_rows)
-        more_seconds = latency.cycle_seconds(depth, num_rows, least_nodes=least_nodes) - without
-        seconds_per_token = self._seconds / self._tokens if self._tokens else without / num_rows
-        return more_tokens * seconds_per_token - more_seconds
-
     def observe_cycle(self, num_rows: int, num_nodes: int, verify_seconds: float, num_committed: int) -> None:
         """Takes in a cycle; the seconds are those of all but the second drafter."""
         self.latency.observe_verification(num_rows, num_nodes + 1, verify_seconds)
-        self._tokens = RATE_MEMORY * self._tokens + num_committed
+        self._tokens = constants.RATE_MEMORY * self._tokens + num_committed
         # Not the measured seconds: a stall of the machine says nothing about the text.
-        self._seconds = RATE_MEMORY * self._seconds + self.latency.verify_seconds(num_nodes + 1, num_rows)
+        self._seconds = constants.RATE_MEMORY * self._seconds + self.latency.verify_seconds(num_nodes + 1, num_rows)
 
     def observe_draft(
         self,
@@ -174,21 +149,11 @@ class DrafterChoice:
         self._num_first -= 1
         for outcome in outcomes:
             self.accepted.observe(outcome.num_accepted, outcome.limit, outcome.num_committed > outcome.num_accepted)
-        if self._trial is not None:
-            trial, self._trial = self._trial, None
-            more = sum(outcome.num_accepted - trial.retrieved[outcome.row] for outcome in outcomes)
-            least_nodes = trial.num_retrieved if len(outcomes) < num_rows else 0
-            gained = self._gain(more, depth, num_rows, trial.num_retrieved, least_nodes)
-            self._budget.seconds -= trial.reading - gained
-
-    def observe_retrieved(self, row: int, acceptance_probs: Sequence[float], num_agreeing: int) -> None:
-        """Takes in how many tokens of a retrieved draft agree with the text, as far as that can be seen."""
-        self._ratings[row].observe(sum(acceptance_probs), num_agreeing)
 
     def join(self, rows: list[int]) -> None:
         """Forgets the ratings of the texts that these rows had before."""
         for row in rows:
-            self._ratings[row] = RatingFactor(weight=ROW_RATING_WEIGHT)
+            self.ratings[row] = RatingFactor(weight=constants.ROW_RATING_WEIGHT)
 
     def close(self) -> None:
         """Ends the call: the profile learns what was found."""

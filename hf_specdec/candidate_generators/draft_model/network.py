@@ -30,7 +30,7 @@ from ...checkpoints.loading import checkpoint_errors, named_checkpoint, warn_of_
 from ...checkpoints.quantised import check_four_bits, quantization_config
 from ...checkpoints.reader import CheckpointReader
 from ...checkpoints.schema import COUNT, FLAG, INDEX, INDICES, MOST, NUMBER, Key, Tensor
-from ...checkpoints.weights import WEIGHT_FILES, TensorTable, read_header, shards_of
+from ...checkpoints.weights import WEIGHT_FILES, TensorTable, shards_of
 from ...errors import MOST_SHOWN, CheckpointFormatError, SpecConfigError, shown
 from ...settings import SpeculativeConfig
 from ...settings.checks import is_int
@@ -174,7 +174,7 @@ def _checked_weights(files: RepoFiles) -> str:
         _check_sizes(files, weights)
         for part in shards_of(files, weights):
             files.path(part)
-            read_header(files, part)
+            TensorTable(files, part)
         if files.folder is None and "adapter_config.json" in files:
             raise CheckpointFormatError(
                 f"'{files.name}' holds an adapter (adapter_config.json), and transformers would load the model "

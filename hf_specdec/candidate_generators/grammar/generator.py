@@ -167,12 +167,6 @@ def _run_and_choice(matcher: GrammarMatcher, most_alternatives: int) -> tuple[li
 
 def guessed_end(matcher: GrammarMatcher, most: int) -> RowTree:
     """At most so many tokens that end a value of JSON here, with the text that is then forced."""
-    tokens = _end_of_value(matcher)[:most]
-    log_probs = [math.log(_END_PROB) + place * math.log(_FORCED_PROB) for place in range(len(tokens))]
-    return RowTree(tokens, list(range(-1, len(tokens) - 1)), log_probs)
-
-
-def _end_of_value(matcher: GrammarMatcher) -> list[int]:
     mask = matcher.mask()
     for end in _ENDS:
         tokens = matcher.tokenized(end)
@@ -191,5 +185,7 @@ def _end_of_value(matcher: GrammarMatcher) -> list[int]:
         while count < len(whole) and matcher.accept(whole[count]):
             count += 1
         matcher.rollback(count)
-        return whole[:count]
-    return []
+        drafted = whole[: min(count, most)]
+        log_probs = [math.log(_END_PROB) + place * math.log(_FORCED_PROB) for place in range(len(drafted))]
+        return RowTree(drafted, list(range(-1, len(drafted) - 1)), log_probs)
+    return RowTree([], [], [])

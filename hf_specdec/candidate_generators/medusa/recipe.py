@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 
 from ...errors import SpecConfigError
 from ...target_facts import hidden_size, numbers_of, vocabulary_size
-from ...training.heads import HeadsRecipe
 from ...training.reading import Reading
-from ...training.recipe import Acceptance
+from ...training.recipe import Acceptance, HeadsRecipe
 from . import MedusaTraining
 from .network import NUM_RANKS, MedusaHeads
 

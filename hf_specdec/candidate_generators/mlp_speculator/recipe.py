@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 from ...checkpoints.schema import COUNT
 from ...errors import SpecConfigError, shown
 from ...target_facts import hidden_size, numbers_of, vocabulary_size
-from ...training.heads import HeadsRecipe
 from ...training.initial_weights import main_directions
 from ...training.reading import Reading
+from ...training.recipe import HeadsRecipe
 from . import MLPSpeculatorTraining
 from .formats import MOST_DRAFTED
 from .network import MLPSpeculator, MLPSpeculatorConfig

@@ -8,7 +8,7 @@ The host scans the text for its end. On a GPU, a graph does it ahead of the verd
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal
 
 from ...drafting.runner import Runner
@@ -19,6 +19,7 @@ from ...protocol import Commit, DeviceCommit, DraftStep, Lookups, Prompt, Sessio
 from ...settings import SpeculativeConfig
 from ...settings.checks import Options, setting
 from ...target.graphs import graphs_for
+from ...threads import cached_property
 from ..base import CandidateGenerator
 from ..row_trees import grafted
 from .texts import LONGEST_MATCH, CallTexts, FoundTrees, LookupRule, RowText, texts_of
@@ -71,41 +72,24 @@ class NgramOptions(Options):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.min_match > self.max_match:
+        if self.rule.min_match > self.rule.max_match:
             raise SpecConfigError(
-                f"`prompt_lookup_min` must not be above `prompt_lookup_max`, got prompt_lookup_min={self.min_match} "
-                f"and prompt_lookup_max={self.max_match}."
+                f"`prompt_lookup_min` must not be above `prompt_lookup_max`, got prompt_lookup_min="
+                f"{self.rule.min_match} and prompt_lookup_max={self.rule.max_match}."
             )
 
-    @property
-    def has_fixed_range(self) -> bool:
-        """The user has chosen the n-gram lengths, and with them vLLM's rule."""
-        return self.prompt_lookup_min is not None or self.prompt_lookup_max is not None
-
-    @property
-    def min_match(self) -> int:
-        """Shortest match in tokens."""
-        return self.prompt_lookup_min or self.prompt_lookup_max or 1
-
-    @property
-    def max_match(self) -> int:
-        """Length in tokens that longer matches count as."""
-        return self.prompt_lookup_max or self.prompt_lookup_min or LONGEST_MATCH
-
-    @property
-    def tokens_per_matched(self) -> int | None:
-        """Most draft tokens for each token of a match; `None`: any number."""
-        return None if self.has_fixed_range else _DRAFT_TOKENS_PER_MATCHED
-
-    @property
-    def takes_first(self) -> bool:
-        """The first occurrence of the longest match counts, not the last."""
-        return self.num_matches == "first" or (self.num_matches is None and self.has_fixed_range)
-
-    @property
-    def most_matches(self) -> int:
-        """Occurrences that are drafted from."""
-        return 1 if self.takes_first else self.num_matches or _DEFAULT_MATCHES
+    @cached_property
+    def rule(self) -> LookupRule:
+        """Where the user has chosen the lengths of matches, vLLM's rule."""
+        is_fixed = self.prompt_lookup_min is not None or self.prompt_lookup_max is not None
+        takes_first = self.num_matches == "first" or (self.num_matches is None and is_fixed)
+        return LookupRule(
+            min_match=self.prompt_lookup_min or self.prompt_lookup_max or 1,
+            max_match=self.prompt_lookup_max or self.prompt_lookup_min or LONGEST_MATCH,
+            tokens_per_matched=None if is_fixed else _DRAFT_TOKENS_PER_MATCHED,
+            num_matches=1 if takes_first else self.num_matches or _DEFAULT_MATCHES,
+            takes_first=takes_first,
+        )
 
 
 class NgramCandidateGenerator(CandidateGenerator):
@@ -128,9 +112,11 @@ class NgramCandidateGenerator(CandidateGenerator):
         # Texts of the rows; and on the device, where the target's verifications are graphs.
         self.state: RowState = RowState(texts=[], on_device=None)
         self._best: list[tuple[int, int]] = []  # of each row's last draft: its longest match, and the tokens from it
-        self._num_matches = self.options.most_matches if session.supports_trees else 1
-        if self._num_matches < self.options.most_matches and self.options.num_matches is not None:
-            session.notes.append("ngram drafts from one match: the target cannot verify trees.")
+        self.rule: LookupRule = self.options.rule
+        if self.rule.num_matches > 1 and not session.supports_trees:
+            self.rule = replace(self.rule, num_matches=1)
+            if self.options.num_matches is not None:
+                session.notes.append("ngram drafts from one match: the target cannot verify trees.")
         self._runner: Runner | None = None
         # A draft whose graph has run ahead, for which rows and how deep; and one that was taken, and the rooms it had.
         self._ahead: tuple[DraftTree, list[int], list[int]] | None = None
@@ -142,12 +128,12 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     def _most_nodes(self, longest: int) -> int:
         """Most nodes of a row whose longest path may have so many: no more where drafts are tied to their matches."""
-        return longest * self._num_matches if self.options.has_fixed_range else longest
+        return longest * self.rule.num_matches if self.rule.tokens_per_matched is None else longest
 
     def prefill(self, prompt: Prompt) -> None:
         target = self.session.target
         # Compared on the device token by token, matches of any length would be too slow.
-        is_short = self.options.max_match <= LONGEST_MATCH
+        is_short = self.rule.max_match <= LONGEST_MATCH
         if is_short and target is not None and target.graphs is not None and target.graphs.pads_drafts:
             self.state.on_device = CallTexts(texts_of(target.model))
             memory = self.state.on_device.memory
@@ -190,19 +176,19 @@ class NgramCandidateGenerator(CandidateGenerator):
             # The row will forget its beginning, and places are others then.
             return None
         texts.write(commit.rows, tokens, width)
-        rule = LookupRule(self.options, self._num_matches, longest, self._most_nodes(longest))
+        size = longest, self._most_nodes(longest)
         limits = [min(room, longest) for room in commit.max_draft_tokens]
 
         def look_up(state: NetworkState, new: Entries) -> FoundTrees:
-            return rule.draft(*state.slots.with_new(new), new.limits)
+            return self.rule.draft(*state.slots.with_new(new), new.limits, *size)
 
         new = Entries(commit.tokens, {}, commit.counts, limits=limits)
-        trees = self._runner.replay(look_up, NetworkState(texts), new, (rule, texts.size), width)
+        trees = self._runner.replay(look_up, NetworkState(texts), new, (self.rule, *size, texts.size), width)
         if trees is None:
             # Capturing has failed.
             return None
         texts.will_grow = True
-        is_chain = self._num_matches == 1
+        is_chain = self.rule.num_matches == 1
         draft = DraftTree.chain(trees.tokens, trees.num_nodes) if is_chain else DraftTree(*trees)
         self._ahead = draft, commit.rows, limits
         return draft
@@ -215,8 +201,9 @@ class NgramCandidateGenerator(CandidateGenerator):
     def observe(self, commit: Commit) -> None:
         for text, tokens in zip(self.state.texts, commit.token_lists):
             text.extend(tokens)
-        if self.state.on_device is not None and self.state.on_device.will_grow:
-            self.state.on_device.have_grown(list(map(len, self.state.texts)))
+        on_device = self.state.on_device
+        if on_device is not None and on_device.will_grow:
+            on_device.will_grow, on_device.lengths = False, list(map(len, self.state.texts))
         taken, self._taken = self._taken, None
         if taken is not None and taken[0].node_counts is not None:
             self._count_lookups(taken[0].node_counts, taken[1])
@@ -234,14 +221,14 @@ class NgramCandidateGenerator(CandidateGenerator):
 
     def _draft(self, text: RowText, lead: list[int], depth: int, most: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of what followed the best matches of the text with a lead after it, to a depth."""
-        options, chains = self.options, []
+        rule, chains = self.rule, []
         self._best.append((0, 0))
         if depth <= 0:
             return [], []
-        matches = self._best_matches(text.followed_by(lead), self._num_matches, options.max_match, options.takes_first)
+        matches = self._best_matches(text.followed_by(lead), rule.num_matches, rule.max_match, rule.takes_first)
         for match, end in matches:
-            if match >= options.min_match:
-                longest = min(depth, (options.tokens_per_matched or depth) * match)
+            if match >= rule.min_match:
+                longest = min(depth, (rule.tokens_per_matched or depth) * match)
                 chains.append(text.tokens[end : end + longest].tolist())
         if chains:
             self._best[-1] = matches[0][0], len(chains[0])

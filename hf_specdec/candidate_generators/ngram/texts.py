@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -24,10 +24,6 @@ from ...kernels.matches import match_lengths
 from ...target.store import padded_rows
 from ...threads import Lock
 from ...transfers import RowNumbers, upload
-
-
-if TYPE_CHECKING:
-    from .generator import NgramOptions
 
 
 class RowText:
@@ -90,52 +86,54 @@ class FoundTrees(NamedTuple):
 class LookupRule:
     """Which places are drafted from, and how much."""
 
-    options: NgramOptions
+    min_match: int  # the shortest match that is drafted from
+    max_match: int  # longer ones count as this long
+    tokens_per_matched: int | None  # most draft tokens for each token of a match; `None`: any number
     num_matches: int  # M
-    depth: int  # D
-    num_nodes: int  # N
+    takes_first: bool  # the first occurrence of the longest match counts, not the last
 
-    def draft(self, texts: torch.LongTensor, lengths: torch.LongTensor, limits: torch.LongTensor) -> FoundTrees:
-        """Merges what followed the best matches, to depths `limits` `(R,)`, in texts as for [`match_lengths`]."""
-        matched, ends = self._best_matches(texts, lengths)
-        most = limits[:, None]
-        if self.options.tokens_per_matched is not None:
-            most = torch.minimum(most, self.options.tokens_per_matched * matched)
-        counts = torch.minimum(most, lengths[:, None] - ends) * (matched > 0)
-        depths = torch.arange(self.depth, device=texts.device)
-        places = (ends[..., None] + depths).clamp(max=texts.shape[1] - 1)
-        tokens = texts.gather(1, places.flatten(1)).view(places.shape)
-        return self._merged(tokens, depths < counts[..., None])
-
-    def _best_matches(self, texts: torch.LongTensor, lengths: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Lengths `(R, M)` of the best matches, 0 where there are fewer, and the places `(R, M)` after them."""
-        size, takes_first = texts.shape[1], self.options.takes_first
-        matches = match_lengths(texts, lengths, self.options.max_match)
+    def draft(
+        self, texts: torch.LongTensor, lengths: torch.LongTensor, limits: torch.LongTensor, depth: int, num_nodes: int
+    ) -> FoundTrees:
+        """Merges what followed the best matches to depths `limits` `(R,)`, in texts as for [`match_lengths`]."""
+        size = texts.shape[1]
         places = torch.arange(size, device=texts.device)
-        keys = matches * size + (size - 1 - places if takes_first else places)
+        # Of equally long matches the first or the last place is the best.
+        order = size - 1 - places if self.takes_first else places
+        keys = match_lengths(texts, lengths, self.max_match) * size + order
         best = keys.topk(min(self.num_matches, size), dim=1).values
         matched, place = best // size, best % size
-        return matched * (matched >= self.options.min_match), (size - 1 - place if takes_first else place) + 1
+        matched = matched * (matched >= self.min_match)
+        ends = (size - 1 - place if self.takes_first else place) + 1
+        most = limits[:, None]
+        if self.tokens_per_matched is not None:
+            most = torch.minimum(most, self.tokens_per_matched * matched)
+        counts = torch.minimum(most, lengths[:, None] - ends) * (matched > 0)
+        depths = torch.arange(depth, device=texts.device)
+        places = (ends[..., None] + depths).clamp(max=size - 1)
+        tokens = texts.gather(1, places.flatten(1)).view(places.shape)
+        return _merged(tokens, depths < counts[..., None], num_nodes)
 
-    def _merged(self, tokens: torch.LongTensor, is_valid: torch.BoolTensor) -> FoundTrees:
-        """Trees of chains `(R, M, D)`: the first one, then what the second does not share with it, and so on."""
-        rows, num_chains, _ = tokens.shape
-        # Nodes of two chains are one where all tokens up to them are the same: that of the first such chain.
-        is_shared = (tokens[:, :, None] == tokens[:, None]) & is_valid[:, :, None] & is_valid[:, None]
-        first = is_shared.long().cumprod(-1).argmax(2)
-        is_new = is_valid & (first == torch.arange(num_chains, device=tokens.device)[:, None])
-        number = is_new.flatten(1).cumsum(1).view(is_new.shape) - 1
-        node = number.gather(1, first)
-        parents = F.pad(node[..., :-1], (1, 0), value=-1)
-        is_kept = is_new & (number < self.num_nodes)
-        # What is left out goes to a place after all nodes.
-        place = number.masked_fill(~is_kept, self.num_nodes).flatten(1)
-        tables = [
-            values.new_full((rows, self.num_nodes + 1), filler).scatter_(1, place, values.flatten(1))
-            for values, filler in ((tokens, 0), (parents, -1))
-        ]
-        found_tokens, found_parents = (values[:, : self.num_nodes].contiguous() for values in tables)
-        return FoundTrees(found_tokens, found_parents, is_kept.flatten(1).sum(1))
+
+def _merged(tokens: torch.LongTensor, is_valid: torch.BoolTensor, num_nodes: int) -> FoundTrees:
+    """Trees of chains `(R, M, D)`: the first one, then what the second does not share with it, and so on."""
+    rows, num_chains, _ = tokens.shape
+    # Nodes of two chains are one where all tokens up to them are the same: that of the first such chain.
+    is_shared = (tokens[:, :, None] == tokens[:, None]) & is_valid[:, :, None] & is_valid[:, None]
+    first = is_shared.long().cumprod(-1).argmax(2)
+    is_new = is_valid & (first == torch.arange(num_chains, device=tokens.device)[:, None])
+    number = is_new.flatten(1).cumsum(1).view(is_new.shape) - 1
+    node = number.gather(1, first)
+    parents = F.pad(node[..., :-1], (1, 0), value=-1)
+    is_kept = is_new & (number < num_nodes)
+    # What is left out goes to a place after all nodes.
+    place = number.masked_fill(~is_kept, num_nodes).flatten(1)
+    tables = [
+        values.new_full((rows, num_nodes + 1), filler).scatter_(1, place, values.flatten(1))
+        for values, filler in ((tokens, 0), (parents, -1))
+    ]
+    found_tokens, found_parents = (values[:, :num_nodes].contiguous() for values in tables)
+    return FoundTrees(found_tokens, found_parents, is_kept.flatten(1).sum(1))
 
 
 class DeviceTexts(nn.Module):
@@ -196,10 +194,6 @@ class CallTexts:
             if written < len(text):
                 memory[index, written : len(text)].copy_(upload(text[written:].tolist(), memory.device))
                 self.lengths[index] = len(text)
-
-    def have_grown(self, lengths: list[int]) -> None:
-        """Takes note of what a graph has written: the rows have these lengths now."""
-        self.will_grow, self.lengths = False, lengths
 
     @property
     def numbers(self) -> dict[str, RowNumbers]:

@@ -141,26 +141,20 @@ class RecyclingCandidateGenerator(CandidateGenerator):
     def __init__(self, config: SpeculativeConfig, resources: SuccessorTable, session: Session):
         super().__init__(config, resources, session)
         self.table = resources
-        self.tree: TokenTree = self._chosen_tree()
+        # The user's tree, or the likeliest nodes of those that are no deeper than k.
+        paths = self.config.speculative_token_tree
+        if paths is None:
+            num_nodes = self.options.num_draft_nodes or _NUM_NODES_OF.get(session.device.type, _NUM_NODES)
+            paths = TokenTree.from_accuracies([_ACCURACIES] * self.num_speculative_tokens, num_nodes).paths
+        elif (highest := max(map(max, paths))) >= NUM_SUCCESSORS:
+            raise SpecConfigError(
+                f"`speculative_token_tree` asks for the child of rank {highest}, and token recycling knows "
+                f"{NUM_SUCCESSORS} successors of a token. Use ranks below that."
+            )
+        self.tree: TokenTree = TokenTree(self.fitting(TokenTree(paths)).paths, _ACCURACIES)
         self.num_speculative_tokens: int = self.tree.max_depth
         self._log_probs = list(map(math.log, self.tree.prior_probs))
         self.state: RowState = RowState(anchors=[])
-
-    def _chosen_tree(self) -> TokenTree:
-        """The user's tree, or the likeliest nodes of those that are no deeper than k."""
-        asked, device = self.config.speculative_token_tree, self.session.device
-        if asked is None:
-            num_nodes = self.options.num_draft_nodes or _NUM_NODES_OF.get(device.type, _NUM_NODES)
-            paths = TokenTree.from_accuracies([_ACCURACIES] * self.num_speculative_tokens, num_nodes).paths
-        else:
-            paths = asked
-            highest = max(map(max, paths))
-            if highest >= NUM_SUCCESSORS:
-                raise SpecConfigError(
-                    f"`speculative_token_tree` asks for the child of rank {highest}, and token recycling knows "
-                    f"{NUM_SUCCESSORS} successors of a token. Use ranks below that."
-                )
-        return TokenTree(self.fitting(TokenTree(paths)).paths, _ACCURACIES)
 
     @property
     def num_draft_nodes(self) -> int:

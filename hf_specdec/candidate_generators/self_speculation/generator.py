@@ -46,6 +46,16 @@ class EarlyExitOptions(Options):
     )
     draft_sample_method: Literal["greedy", "probabilistic"] | None = draft_sample_method_field("probabilistic")
 
+    def own_part(self, num_layers: int) -> tuple[int | None, ...]:
+        """The layers and slots that draft, as [`OwnSlots`] takes them; the target has so many layers."""
+        layer = max(num_layers // 4, 1) if self.early_exit_layer is None else self.early_exit_layer
+        if layer >= num_layers:
+            raise SpecConfigError(
+                f"`early_exit_layer`={layer} leaves nothing out of a target with {num_layers} layers. Name one from 1 "
+                f"to {num_layers - 1}."
+            )
+        return (layer,)
+
 
 @dataclass(frozen=True)
 class SparseKVOptions(Options):
@@ -67,6 +77,10 @@ class SparseKVOptions(Options):
                 f"{list(self.sparse_kv_window)}."
             )
 
+    def own_part(self, num_layers: int) -> tuple[int | None, ...]:
+        """All layers, over the beginning and the end of the slots."""
+        return (None, *self.sparse_kv_window)
+
 
 class SelfSpeculation(OverTargetGenerator):
     """Drafts chains with the target's own layers."""
@@ -84,13 +98,8 @@ class SelfSpeculation(OverTargetGenerator):
 
     def __init__(self, config: SpeculativeConfig, resources: int, session: Session):
         super().__init__(config, resources, session)
-        self.part: tuple[int | None, ...] = self.own_part(self.options, resources)
+        self.part: tuple[int | None, ...] = self.options.own_part(resources)
         self._slots: OwnSlots | None = None
-
-    @staticmethod
-    def own_part(options: Any, num_layers: int) -> tuple[int | None, ...]:
-        """The layers and slots that draft with these options, as [`OwnSlots`] takes them; the target has so many."""
-        raise NotImplementedError
 
     def lent_slots(self, target: SlotModel, lengths: list[int]) -> OwnSlots:
         if self._slots is None:
@@ -133,22 +142,8 @@ class EarlyExitCandidateGenerator(SelfSpeculation):
 
     options_class = EarlyExitOptions
 
-    @staticmethod
-    def own_part(options: EarlyExitOptions, num_layers: int) -> tuple[int | None, ...]:
-        layer = max(num_layers // 4, 1) if options.early_exit_layer is None else options.early_exit_layer
-        if layer >= num_layers:
-            raise SpecConfigError(
-                f"`early_exit_layer`={layer} leaves nothing out of a target with {num_layers} layers. Name one from 1 "
-                f"to {num_layers - 1}."
-            )
-        return (layer,)
-
 
 class SparseKVCandidateGenerator(SelfSpeculation):
     """Drafts with all layers of the target, over the beginning and the end of its slots."""
 
     options_class = SparseKVOptions
-
-    @staticmethod
-    def own_part(options: SparseKVOptions, num_layers: int) -> tuple[int | None, ...]:
-        return (None, *options.sparse_kv_window)

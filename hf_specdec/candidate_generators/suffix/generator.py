@@ -117,26 +117,14 @@ class SuffixCache:
 
     Wraps `arctic_inference.suffix_decoding.SuffixDecodingCache`; the calls have the same names and results. It adds a
     bound by tokens, a lock (any number of threads may use one cache), checks of token ids, and files.
-
-    Args:
-        max_tree_depth (`int`): Depth of the trees in tokens, at least 2.
-        max_cached_requests (`int`): Responses in the global tree, the oldest leave first; 0: no such tree, -1: all.
-        max_cached_tokens (`int`): Tokens in the global tree, the oldest responses leave first; 0: no such tree.
-        vocab_size (`int`, *optional*): Token ids that the target knows; files with other ids are refused.
-
-    Attributes:
-        num_cached_tokens (`int`): Tokens in the global tree.
-
-    Raises:
-        MissingDependencyError: arctic-inference is missing or too old.
     """
 
     def __init__(
         self,
-        max_tree_depth: int = 24,
-        max_cached_requests: int = 10_000,
-        max_cached_tokens: int = 2_000_000,
-        vocab_size: int | None = None,
+        max_tree_depth: int = 24,  # in tokens, at least 2
+        max_cached_requests: int = 10_000,  # in the global tree, the oldest leave first; 0: no such tree, -1: all
+        max_cached_tokens: int = 2_000_000,  # in the global tree; 0: no such tree
+        vocab_size: int | None = None,  # token ids that the target knows; files with other ids are refused
     ):
         self.max_tree_depth = max_tree_depth
         self.max_cached_requests = max_cached_requests
@@ -179,12 +167,7 @@ class SuffixCache:
                 raise ValueError(f"Request {req_id!r} is already active. Stop it first, or use another id.")
             if req_id in self._responses:
                 self.evict_cached_response(req_id)
-            try:
-                self._library.start_request(req_id, first)
-            except BaseException:
-                # The library leaves the id of a failed start active.
-                self.stop_requests([req_id])
-                raise
+            self._library.start_request(req_id, first)
             if self._caches_responses:
                 self._responses[req_id] = _Response(self._age)
                 self._evict_beyond_bounds()
@@ -253,8 +236,31 @@ class SuffixCache:
 
     def load(self, path: str | os.PathLike[str]) -> None:
         """Adds the responses of a file written by `save`, about 3 microseconds per token; the bounds hold as ever."""
-        for req_id, response in enumerate(_read_responses(path, self.vocab_size)):
-            name = (next(_CALLS), req_id)
+        try:
+            with safe_open(path, framework="np") as file:
+                tokens, lengths = file.get_tensor("tokens"), file.get_tensor("lengths")
+        except SafetensorError as error:
+            raise CheckpointFormatError(
+                f"{path} is no file of past responses: {error}. Use one from `save`."
+            ) from error
+        if tokens.dtype != np.int32 or tokens.ndim != 1 or lengths.dtype != np.int64 or lengths.ndim != 1:
+            raise CheckpointFormatError(
+                f"{path} must hold one-dimensional `tokens` (int32) and `lengths` (int64), found {tokens.dtype} of "
+                f"shape {tokens.shape} and {lengths.dtype} of shape {lengths.shape}. Use one from `save`."
+            )
+        if lengths.sum() != len(tokens) or (lengths < 0).any():
+            raise CheckpointFormatError(
+                f"{path} is damaged: the `lengths` do not add up to its {len(tokens)} `tokens`."
+            )
+        largest_known = _MAX_TOKEN_ID if self.vocab_size is None else self.vocab_size - 1
+        if len(tokens) and (tokens.min() < 0 or tokens.max() > largest_known):
+            raise CheckpointFormatError(
+                f"{path} holds token ids from {tokens.min()} to {tokens.max()}, the target knows 0 to "
+                f"{largest_known}. Load responses that the same model or one with the same tokenizer gave."
+            )
+        # After the last one nothing is left.
+        for response in np.split(tokens, np.cumsum(lengths))[:-1]:
+            name = (next(_CALLS), 0)
             try:
                 self.start_request(name, ())
                 self.add_active_response(name, response)
@@ -380,20 +386,16 @@ class _Requests:
 def _import_library() -> type[SuffixDecodingCache]:
     try:
         version = importlib.metadata.version("arctic-inference")
+        if Version(version) >= Version(MIN_LIBRARY_VERSION):
+            from arctic_inference.suffix_decoding import SuffixDecodingCache
+
+            return SuffixDecodingCache
+        problem = f"arctic-inference {version} is installed, which is too old"
     except importlib.metadata.PackageNotFoundError:
-        version = None
-    if version is not None and Version(version) < Version(MIN_LIBRARY_VERSION):
-        raise _missing_library(f"arctic-inference {version} is installed, which is too old")
-    try:
-        from arctic_inference.suffix_decoding import SuffixDecodingCache
+        problem = "it is not installed"
     except ImportError as error:
-        problem = f"arctic-inference {version} cannot be imported ({error})" if version else "it is not installed"
-        raise _missing_library(problem) from error
-    return SuffixDecodingCache
-
-
-def _missing_library(problem: str) -> MissingDependencyError:
-    return MissingDependencyError(
+        problem = f"arctic-inference {version} cannot be imported ({error})"
+    raise MissingDependencyError(
         f"spec_method='suffix' needs the package arctic-inference {MIN_LIBRARY_VERSION} or newer, but {problem}. "
         f"Install it with `pip install 'arctic-inference>={MIN_LIBRARY_VERSION}'`: a source build with a C++20 "
         "compiler and CMake. "
@@ -416,26 +418,3 @@ def _pieces(tokens: np.ndarray) -> Iterator[np.ndarray]:
     """Slices of at most `_PIECE` tokens; one empty slice of no tokens."""
     for start in range(0, max(len(tokens), 1), _PIECE):
         yield tokens[start : start + _PIECE]
-
-
-def _read_responses(path: str | os.PathLike[str], vocab_size: int | None) -> list[np.ndarray]:
-    """The responses of a file, checked: int32 arrays in the order of their caching."""
-    try:
-        with safe_open(path, framework="np") as file:
-            tokens, lengths = file.get_tensor("tokens"), file.get_tensor("lengths")
-    except SafetensorError as error:
-        raise CheckpointFormatError(f"{path} is no file of past responses: {error}. Use one from `save`.") from error
-    if tokens.dtype != np.int32 or tokens.ndim != 1 or lengths.dtype != np.int64 or lengths.ndim != 1:
-        raise CheckpointFormatError(
-            f"{path} must hold one-dimensional `tokens` (int32) and `lengths` (int64), found {tokens.dtype} of shape "
-            f"{tokens.shape} and {lengths.dtype} of shape {lengths.shape}. Use one from `save`."
-        )
-    if lengths.sum() != len(tokens) or (lengths < 0).any():
-        raise CheckpointFormatError(f"{path} is damaged: the `lengths` do not add up to its {len(tokens)} `tokens`.")
-    largest_known = _MAX_TOKEN_ID if vocab_size is None else vocab_size - 1
-    if len(tokens) and (tokens.min() < 0 or tokens.max() > largest_known):
-        raise CheckpointFormatError(
-            f"{path} holds token ids from {tokens.min()} to {tokens.max()}, the target knows 0 to {largest_known}. "
-            "Load responses that the same model or one with the same tokenizer gave."
-        )
-    return np.split(tokens, np.cumsum(lengths)[:-1]) if len(lengths) else []

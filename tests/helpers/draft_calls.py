@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import cache
 from types import SimpleNamespace
 
@@ -49,7 +50,8 @@ def medusa_speculator(heads: MedusaHeads, lm_head: torch.nn.Module = LM_HEAD, **
 
 
 def mlp_speculator(network: MLPSpeculator, target_size: int = SIZE, **settings) -> Speculator:
-    resources = network.for_vocabulary(target_size)
+    resources = network if target_size == network.target_size else copy.copy(network)
+    resources.target_size = target_size
     config = SpeculativeConfig("mlp_speculator", "loaded", **settings)
     return Speculator(config, MLPSpeculatorCandidateGenerator, resources)
 

@@ -42,6 +42,11 @@ class MLPSpeculatorConfig:
         return {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], **asdict(self)}
 
     @property
+    def needs(self) -> TargetNeeds:
+        """The target that it was made for."""
+        return TargetNeeds(hidden_size=self.emb_dim, vocab_size=self.vocab_size)
+
+    @property
     def width(self) -> int:
         """D."""
         return self.inner_dim or self.emb_dim
@@ -114,7 +119,7 @@ class MLPSpeculatorReader(CheckpointReader):
 
     @property
     def needs(self) -> TargetNeeds:
-        return TargetNeeds(hidden_size=self.config.emb_dim, vocab_size=self.config.vocab_size)
+        return self.config.needs
 
     @property
     def num_draft_tokens(self) -> int:

@@ -3,8 +3,7 @@
 Wertheimer et al. 2024 (arXiv:2404.19124). Unlike Medusa's heads, every stage is told the token chosen before it, so
 branches know what they branch from, and drafts can be drawn from the network's distribution. Drafts are chains, static
 trees, the best nodes of a tree that is grown level by level, or the published "candidates": the best whole sequences
-of such a tree. The network keeps no cache: it starts anew from the target's state after the final norm. Checkpoint:
-[`~candidate_generators.mlp_speculator.network`].
+of such a tree. The network keeps no cache: it starts anew from the target's state after the final norm.
 
 On a GPU a draft is one graph, a sampled chain too. Of chains whose processors no graph can run, each token is one.
 
@@ -14,7 +13,9 @@ Shapes: B active rows, N draft nodes, H hidden size of the target.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+import operator
+from dataclasses import dataclass, fields
+from itertools import accumulate, count
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -30,6 +31,7 @@ from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...settings import SpeculativeConfig
 from ...settings.checks import MOST_DRAFT_TOKENS, Options, draft_sample_method_field, setting
+from ...settings.names import key_of
 from ..networks import NetworkGenerator
 from .network import MLPSpeculator, MLPStage
 
@@ -45,12 +47,8 @@ _NUM_NODES_ELSEWHERE = 32
 # Of which `num_candidates` are chosen.
 _MOST_SEQUENCES = 2**16
 
-# Options that say how a tree is grown, and their flat names.
-_GROWTH_OPTIONS = {
-    "draft_tree_top_k": "draft_tree_top_k",
-    "num_candidates": "mlp_speculator_num_candidates",
-    "num_draft_nodes": "num_draft_nodes",
-}
+# Options that say how a tree is grown.
+_GROWTH_OPTIONS = ("draft_tree_top_k", "num_candidates", "num_draft_nodes")
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class MLPSpeculatorOptions(Options):
         "instead of the tree of the best nodes.",
         least=1,
         most=MAX_NODES,
-        key=_GROWTH_OPTIONS["num_candidates"],
+        key="mlp_speculator_num_candidates",
         published=True,
     )
     num_draft_nodes: int | None = setting(
@@ -115,10 +113,49 @@ class MLPSpeculatorCandidateGenerator(NetworkGenerator):
         return len(options.draft_tree_top_k or ()) or cls.default_num_speculative_tokens
 
     def shape(self) -> TokenTree | DynamicTree:
-        network: MLPSpeculator = self.network
-        self.stages: list[MLPStage] = [network.stage(index) for index in range(network.config.n_predict)]
+        config, network, sizes = self.config, self.network, self.network.config
+        self.stages: list[MLPStage] = [network.stage(index) for index in range(sizes.n_predict)]
+        options = [item for item in fields(self.options) if item.name in _GROWTH_OPTIONS]
+        growth = [key_of(item) for item in options if getattr(self.options, item.name) is not None]
+        if config.speculative_token_tree is not None:
+            if growth:
+                raise SpecConfigError(
+                    f"`speculative_token_tree` is a whole tree, and `{growth[0]}` is about growing one. Leave one out."
+                )
+            return self.fitting(static_tree(config.speculative_token_tree, network.num_tokens, sizes.n_predict))
+        config.check_against_target(num_heads=sizes.n_predict)
         prefers_trees = self.session.device.type != "cpu" and not self.chain_only_reason
-        return self.fitting(_plan(self.config, network, self.session.device, prefers_trees))
+        if growth or (prefers_trees and config.num_speculative_tokens is None):
+            return self.fitting(self._growing_tree())
+        return TokenTree.chain(config.num_speculative_tokens or min(_CHAIN_LENGTH, sizes.n_predict))
+
+    def _growing_tree(self) -> TokenTree | DynamicTree:
+        options, sizes, num_tokens = self.options, self.network.config, self.network.num_tokens
+        widths = options.draft_tree_top_k or sizes.top_k_tokens_per_head
+        if len(widths) > sizes.n_predict:
+            raise SpecConfigError(
+                f"`draft_tree_top_k`={list(widths)} has {len(widths)} entries, and the checkpoint has "
+                f"{sizes.n_predict} stages, one for each. Use at most {sizes.n_predict}."
+            )
+        depth = self.config.fixed_length or len(widths)
+        if depth > len(widths):
+            raise SpecConfigError(
+                f"`num_speculative_tokens`={depth} needs as many entries of `draft_tree_top_k`, got {len(widths)}."
+            )
+        num_nodes = options.num_draft_nodes or _NUM_NODES.get(self.session.device.type, _NUM_NODES_ELSEWHERE)
+        widths = tuple(min(width, num_tokens) for width in widths[:depth])
+        if max(widths) == 1:
+            return TokenTree.chain(depth)
+        if options.num_candidates is None:
+            return grown_tree(widths, num_nodes)
+        *expanded, num_sequences = accumulate(widths, operator.mul)
+        if num_sequences > _MOST_SEQUENCES:
+            raise SpecConfigError(
+                f"`draft_tree_top_k`={list(widths)} gives {num_sequences} sequences to choose "
+                f"`mlp_speculator_num_candidates`={options.num_candidates} from. Make them at most {_MOST_SEQUENCES}, "
+                "or use `num_draft_nodes`."
+            )
+        return DynamicTree(widths, tuple(expanded), num_nodes, options.num_candidates, cuts_chosen=True)
 
     @property
     def graph_key(self) -> tuple[Any, ...]:
@@ -129,12 +166,10 @@ class MLPSpeculatorCandidateGenerator(NetworkGenerator):
         return depth
 
     def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
-        depth = 0
+        stages = count(1)
 
         def step(tokens: torch.LongTensor, hidden: torch.Tensor, _: Any) -> tuple[torch.Tensor, torch.Tensor]:
-            nonlocal depth
-            depth += 1
-            return self._run(depth, hidden, tokens)
+            return self._run(next(stages), hidden, tokens)
 
         return grow(self.plan, step, *self.read(state, new, 0), limits, draw)
 
@@ -150,54 +185,6 @@ class MLPSpeculatorCandidateGenerator(NetworkGenerator):
         if self.network.num_tokens < self.network.target_size:
             tokens = tokens.clamp(max=self.network.num_tokens - 1)
         return self.stages[stage](hidden, tokens)
-
-
-def _plan(
-    config: SpeculativeConfig, network: MLPSpeculator, device: torch.device, prefers_trees: bool
-) -> TokenTree | DynamicTree:
-    """Shape of the drafts of a call: a static tree, chains among them, or one that is grown."""
-    sizes = network.config
-    growth = [key for name, key in _GROWTH_OPTIONS.items() if getattr(config.options, name) is not None]
-    if config.speculative_token_tree is not None:
-        if growth:
-            raise SpecConfigError(
-                f"`speculative_token_tree` is a whole tree, and `{growth[0]}` is about growing one. Leave one out."
-            )
-        return static_tree(config.speculative_token_tree, network.num_tokens, sizes.n_predict)
-    config.check_against_target(num_heads=sizes.n_predict)
-    if growth or (prefers_trees and config.num_speculative_tokens is None):
-        return _growth_plan(config, network, device)
-    return TokenTree.chain(config.num_speculative_tokens or min(_CHAIN_LENGTH, sizes.n_predict))
-
-
-def _growth_plan(config: SpeculativeConfig, network: MLPSpeculator, device: torch.device) -> TokenTree | DynamicTree:
-    options, sizes = config.options, network.config
-    widths = options.draft_tree_top_k or sizes.top_k_tokens_per_head
-    if len(widths) > sizes.n_predict:
-        raise SpecConfigError(
-            f"`draft_tree_top_k`={list(widths)} has {len(widths)} entries, and the checkpoint has "
-            f"{sizes.n_predict} stages, one for each. Use at most {sizes.n_predict}."
-        )
-    depth = config.fixed_length or len(widths)
-    if depth > len(widths):
-        raise SpecConfigError(
-            f"`num_speculative_tokens`={depth} needs as many entries of `draft_tree_top_k`, got {len(widths)}."
-        )
-    num_nodes = options.num_draft_nodes or _NUM_NODES.get(device.type, _NUM_NODES_ELSEWHERE)
-    widths = tuple(min(width, network.num_tokens) for width in widths[:depth])
-    if max(widths) == 1:
-        return TokenTree.chain(depth)
-    num_sequences = math.prod(widths)
-    if options.num_candidates is None:
-        return grown_tree(widths, num_nodes)
-    if num_sequences > _MOST_SEQUENCES:
-        raise SpecConfigError(
-            f"`draft_tree_top_k`={list(widths)} gives {num_sequences} sequences to choose "
-            f"`mlp_speculator_num_candidates`={options.num_candidates} from. Make them at most {_MOST_SEQUENCES}, or "
-            "use `num_draft_nodes`."
-        )
-    expanded = tuple(math.prod(widths[:depth]) for depth in range(1, len(widths)))
-    return DynamicTree(widths, expanded, num_nodes, options.num_candidates, cuts_chosen=True)
 
 
 def grown_tree(widths: tuple[int, ...], num_nodes: int) -> DynamicTree:

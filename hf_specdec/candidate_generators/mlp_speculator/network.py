@@ -51,28 +51,23 @@ class MLPSpeculator(LoadedNetwork):
         self.emb: nn.ModuleList = nn.ModuleList(nn.Embedding(vocab_size, size) for _ in range(stages))
         self.proj: nn.ModuleList = nn.ModuleList(nn.Linear(width, size, bias=False) for width in inputs)
         self.head: nn.ModuleList = nn.ModuleList(nn.Linear(size, vocab_size, bias=False) for _ in range(stages))
-        self.ln: nn.ModuleList = nn.ModuleList(_ScaleAndShift(size) for _ in range(stages))
+        # Only their scale and shift: the norm is N.
+        self.ln: nn.ModuleList = nn.ModuleList(nn.LayerNorm(size) for _ in range(stages))
         self._token_weight = config.embedding_weight / config.state_weight
         self.target_size: int = config.vocab_size  # tokens of the target
         for module in (*self.emb, *self.proj, *self.head):
-            nn.init.normal_(module.weight, std=self.config.width**-0.5)
+            nn.init.normal_(module.weight, std=size**-0.5)
 
     @property
     def needs(self) -> TargetNeeds:
-        """The target that it was made for."""
-        return TargetNeeds(hidden_size=self.config.emb_dim, vocab_size=self.config.vocab_size)
+        return self.config.needs
 
     def fitted(
         self, config: SpeculativeConfig, target_model: nn.Module, reader: CheckpointReader | None = None
     ) -> MLPSpeculator:
-        return self.for_vocabulary(vocabulary_size(target_model))
-
-    def for_vocabulary(self, target_size: int) -> MLPSpeculator:
-        """The speculator with these weights for a target of so many tokens."""
-        if target_size == self.target_size:
-            return self
-        speculator = copy.copy(self)
-        speculator.target_size = target_size
+        size = vocabulary_size(target_model)
+        speculator = self if size == self.target_size else copy.copy(self)
+        speculator.target_size = size
         return speculator
 
     @property
@@ -123,15 +118,6 @@ class MLPStage(NamedTuple):
         mixed = torch.add(F.linear(state, self.projection), embedded, alpha=self.token_weight)
         state = F.gelu(torch.addcmul(self.shift, _normed(mixed), self.scale))
         return state, F.linear(state, self.head)
-
-
-class _ScaleAndShift(nn.Module):
-    """Scale and shift after the norm of a stage."""
-
-    def __init__(self, size: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.bias = nn.Parameter(torch.zeros(size))
 
 
 def _normed(values: torch.Tensor) -> torch.Tensor:

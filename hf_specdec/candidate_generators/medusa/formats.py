@@ -17,9 +17,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+from torch import nn
 
 from ...checkpoints.format import Format
-from ...checkpoints.header import TargetNeeds, TargetSizes
+from ...checkpoints.header import Header, TargetNeeds, TargetSizes
 from ...checkpoints.reader import CheckpointReader
 from ...checkpoints.schema import COUNT, FLAG, NAME, POSITIVE, Key, Kind, Tensor, list_of, pattern_of
 from ...checkpoints.weights import WEIGHT_FILES
@@ -54,9 +55,18 @@ class MedusaReader(CheckpointReader):
         **_ORIGINAL,
     }
 
+    def __init__(self, header: Header, options: Any = None, target_model: nn.Module | None = None):
+        super().__init__(header, options, target_model)
+        self._has_lm_heads = any(map(pattern_of("lm_heads.{head}.weight").fullmatch, self.stored))
+        # Name of the lm_heads, or of the one for all heads.
+        self._lm_head = "lm_heads.0.weight" if self.setting("original_lm_head") else "lm_heads.{head}.weight"
+        self._num_rows = next(iter(self.shape("lm_heads.0.weight")), None)  # U, as stored
+        size, whole = map(self.setting, ("truncated_vocab_size", "vocab_size"))
+        # Tokens of a cut vocabulary.
+        self.cut_size: int | None = size if size and whole and size < whole else None
+
     @property
     def table(self) -> tuple[Tensor, ...]:
-        """H: hidden size."""
         has_bias = any(name.startswith("blocks.") and name.endswith(".bias") for name in self.stored)
         return (
             Tensor("blocks.{head}.layers.{layer}.weight", "H H"),
@@ -64,15 +74,6 @@ class MedusaReader(CheckpointReader):
             Tensor(self._lm_head, "* H", self._has_lm_heads),
             Tensor("token_map", needed="a cut vocabulary" if self.cut_size else False),
         )
-
-    @property
-    def _has_lm_heads(self) -> bool:
-        return any(map(pattern_of("lm_heads.{head}.weight").fullmatch, self.stored))
-
-    @property
-    def _lm_head(self) -> str:
-        """Name of the lm_heads, or of the one for all heads."""
-        return "lm_heads.0.weight" if self.setting("original_lm_head") else "lm_heads.{head}.weight"
 
     @property
     def needs(self) -> TargetNeeds:
@@ -110,17 +111,6 @@ class MedusaReader(CheckpointReader):
             "accuracies": self.setting("medusa_accuracies", list_of(of_a_head, what, self.sizes["head"])),
             "base_model": self.setting("base_model_name_or_path"),
         }
-
-    @property
-    def _num_rows(self) -> int | None:
-        """U, as stored; `None` without an own lm_head."""
-        return self.shape(self._lm_head.format(head=0))[0] if self._has_lm_heads else None
-
-    @property
-    def cut_size(self) -> int | None:
-        """Tokens of a cut vocabulary, `None` where it is whole."""
-        size, whole = map(self.setting, ("truncated_vocab_size", "vocab_size"))
-        return size if size and whole and size < whole else None
 
     def read_token_map(self) -> torch.LongTensor | None:
         """Tokens of a cut vocabulary, of shape `(U,)`."""

@@ -120,17 +120,13 @@ class RankCounts:
             self._num_drafts += len(lengths)
             if self._num_drafts >= self._next_review:
                 self._next_review = 2 * self._num_drafts
-                self.accuracies: list[list[float]] = self._review(self._counts.tolist())
-
-    def _review(self, counts: list[list[int]]) -> list[list[float]]:
-        return [
-            [(hit + _PRIOR_WEIGHT * share) / (drafts + _PRIOR_WEIGHT) for hit, share in zip(hits, prior)]
-            for (drafts, *hits), prior in zip(counts, self._prior)
-        ]
+                self.accuracies: list[list[float]] = [
+                    [(hit + _PRIOR_WEIGHT * share) / (drafts + _PRIOR_WEIGHT) for hit, share in zip(hits, prior)]
+                    for (drafts, *hits), prior in zip(self._counts.tolist(), self._prior)
+                ]
 
 
-@dataclass
-class MedusaResources:
+class MedusaResources(NamedTuple):
     """Outlives a call."""
 
     heads: MedusaHeads
@@ -151,8 +147,7 @@ class MedusaCandidateGenerator(NetworkGenerator):
         cls, config: SpeculativeConfig, target_model: torch.nn.Module, draft_model: MedusaHeads | None = None
     ) -> MedusaResources:
         heads = load(MedusaHeads, config, target_model, draft_model)
-        counts = RankCounts(heads.accuracies, heads.num_heads)
-        return MedusaResources(heads, TargetParts(target_model), counts)
+        return MedusaResources(heads, TargetParts(target_model), RankCounts(heads.accuracies, heads.num_heads))
 
     @classmethod
     def network(cls, resources: MedusaResources) -> torch.nn.Module:
@@ -167,33 +162,48 @@ class MedusaCandidateGenerator(NetworkGenerator):
         self.candidates: torch.LongTensor | None = None  # (D, B, C), of the last draft, to be counted
 
     def shape(self) -> TokenTree | DynamicTree:
-        heads, asked, session = self.resources.heads, self.options.num_draft_nodes, self.session
-        self.num_nodes = asked or _NUM_NODES
-        self.node_cost: float = node_cost(session, heads.weights[0].dtype) if asked is None else 0.0
-        self.threshold: float = self.options.draft_confidence_threshold
-        tree = chosen_tree(self.config, heads)
-        self.counts: RankCounts | None = self.resources.counts if tree is None and self._measures() else None
+        heads, options, session = self.network, self.options, self.session
+        paths, length = self.config.speculative_token_tree, self.config.num_speculative_tokens
+        self.num_nodes = options.num_draft_nodes or _NUM_NODES
+        self.node_cost = 0.0  # of verifying a node, as a share of a cycle without any
+        if options.num_draft_nodes is None and session.device.type == "cpu":
+            # Measured: a node in each of B rows costs what B / (5 + 5 B) such cycles do in float32, B / (18 + 5 B) in
+            # half precision, since small products are bound by arithmetic. The published trees were made for GPUs,
+            # where all nodes ride along with the weights.
+            alone = 5 if heads.weights[0].dtype == torch.float32 else 18
+            self.node_cost = session.batch_size / (alone + 5 * session.batch_size)
+        self.threshold: float = options.draft_confidence_threshold
+        self.counts: RankCounts | None = None
+        if options.tree == "measured":
+            if paths is not None or length is not None:
+                name = "num_speculative_tokens" if paths is None else "speculative_token_tree"
+                raise SpecConfigError(
+                    f"`{name}` fixes the draft tree, and medusa_tree='measured' changes it. Leave one of them out; "
+                    "the size of a measured tree is `num_draft_nodes`."
+                )
+            rule = self.config.rejection_sample_method
+            if rule not in LOSSLESS_RULES:
+                # Wrong tokens that are accepted would be counted as right ones.
+                session.notes.append(f"medusa counts nothing for its tree under rejection_sample_method='{rule}'.")
+            elif session.supports_trees:
+                self.counts = self.resources.counts
         self._accuracies = self.counts.accuracies if self.counts else heads.accuracies
-        if tree is None and self.threshold and session.supports_trees:
+        if paths is not None:
+            return self.fitting(static_tree(paths, heads.lm_head_size, heads.num_heads))
+        if length is not None:
+            self.config.check_against_target(num_heads=heads.num_heads)
+            return TokenTree.chain(length)
+        if self.threshold and session.supports_trees:
             # Under a grammar it grows level by level.
             return DynamicTree.of(heads.num_heads - 1, min(NUM_RANKS, heads.lm_head_size), self.num_nodes + 1)
-        return self.fitting(tree or self._default_tree())
+        return self.fitting(self._default_tree())
 
     @property
     def shared_modules(self) -> tuple[torch.nn.Module, ...]:
         return (self.resources.target.head,) if self.network.lm_heads is None else ()
 
-    def _measures(self) -> bool:
-        """The tree follows what is counted. Rules that accept wrong tokens would be counted as right ones."""
-        if self.options.tree != "measured":
-            return False
-        rule = self.config.rejection_sample_method
-        if rule not in LOSSLESS_RULES:
-            self.session.notes.append(f"medusa counts nothing for its tree under rejection_sample_method='{rule}'.")
-        return self.session.supports_trees and rule in LOSSLESS_RULES
-
     def _default_tree(self) -> TokenTree:
-        return default_tree(self.resources.heads, self._accuracies, self.num_nodes, self.node_cost)
+        return default_tree(self.network, self._accuracies, self.num_nodes, self.node_cost)
 
     @property
     def num_draft_nodes(self) -> int:
@@ -207,10 +217,11 @@ class MedusaCandidateGenerator(NetworkGenerator):
     def draft(
         self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw
     ) -> DraftNodes | RankedCandidates:
-        heads, lm_head, plan = self.network, self.resources.target.head, self.plan
+        heads, plan = self.network, self.plan
         hidden, depth = new.last(new.states["last"]), min(limits.deepest, plan.max_depth)
         # What a measured tree leaves out is counted, too.
-        logits = heads.short_logits(hidden, lm_head, min(depth + 1, heads.num_heads) if self.counts else depth)
+        num_heads = min(depth + 1, heads.num_heads) if self.counts else depth
+        logits = heads.short_logits(hidden, self.resources.target.head, num_heads)
         if limits.threshold or not draw.is_plain:
             logits = logits.transpose(0, 1) * heads.logit_scale
             if not (draw.is_plain and isinstance(plan, DynamicTree)):
@@ -259,22 +270,6 @@ class RankedCandidates(NamedTuple):
     tokens: torch.LongTensor  # (B, D, C), best first
 
 
-def chosen_tree(config: SpeculativeConfig, heads: MedusaHeads) -> TokenTree | None:
-    """The tree that the user asks for: a given one, or a chain of k; `None` where neither is given."""
-    paths, k = config.speculative_token_tree, config.num_speculative_tokens
-    if paths is None and k is None:
-        return None
-    if paths is None:
-        config.check_against_target(num_heads=heads.num_heads)
-    if config.options.tree == "measured":
-        name = "num_speculative_tokens" if paths is None else "speculative_token_tree"
-        raise SpecConfigError(
-            f"`{name}` fixes the draft tree, and medusa_tree='measured' changes it. Leave one of them out; the size "
-            "of a measured tree is `num_draft_nodes`."
-        )
-    return TokenTree.chain(k) if paths is None else static_tree(paths, heads.lm_head_size, heads.num_heads)
-
-
 def default_tree(
     heads: MedusaHeads,
     accuracies: Sequence[Sequence[float]] | None = None,
@@ -284,16 +279,13 @@ def default_tree(
     """The tree for heads of these accuracies; if they are unknown, the best of the published one that fits."""
     if accuracies:
         tree = TokenTree.from_accuracies(accuracies[: heads.num_heads], num_nodes, heads.lm_head_size)
-        return _paying(tree, accuracies, num_nodes, node_cost)
-    base = (heads.base_model or "").lower()
-    name = next(name for parts, name in _TREE_OF_BASE_MODEL if all(part in base for part in parts))
-    paths = TokenTree.published(name).up_to(heads.num_heads).paths
-    possible = TokenTree.from_paths(path for path in paths if max(path) < heads.lm_head_size)
-    return _paying(possible, prior_accuracies(heads.num_heads, NUM_RANKS), num_nodes, node_cost)
-
-
-def _paying(tree: TokenTree, accuracies: Sequence[Sequence[float]], num_nodes: int, node_cost: float) -> TokenTree:
-    """The likeliest nodes, as long as one more raises the expected tokens per time."""
+    else:
+        base = (heads.base_model or "").lower()
+        name = next(name for parts, name in _TREE_OF_BASE_MODEL if all(part in base for part in parts))
+        paths = TokenTree.published(name).up_to(heads.num_heads).paths
+        tree = TokenTree.from_paths(path for path in paths if max(path) < heads.lm_head_size)
+        accuracies = prior_accuracies(heads.num_heads, NUM_RANKS)
+    # The likeliest nodes, as long as one more raises the expected tokens per time.
     probs = {path: math.prod(accuracies[head][rank] for head, rank in enumerate(path)) for path in tree.paths}
     kept, tokens = [], 1.0
     for path in sorted(tree.paths, key=lambda path: -probs[path])[:num_nodes]:
@@ -303,17 +295,6 @@ def _paying(tree: TokenTree, accuracies: Sequence[Sequence[float]], num_nodes: i
         kept.append(path)
         tokens += probs[path]
     return TokenTree.from_paths(kept)
-
-
-def node_cost(session: Session, dtype: torch.dtype) -> float:
-    """Cost of verifying a node, as a share of a cycle without any."""
-    # Measured on a CPU: a node in each of B rows costs what B / (5 + 5 B) such cycles do in float32, B / (18 + 5 B)
-    # in half precision, since small products are bound by arithmetic. The published trees were made for GPUs, where
-    # all nodes ride along with the weights.
-    if session.device.type != "cpu":
-        return 0.0
-    batch_size, alone = session.batch_size, 5 if dtype == torch.float32 else 18
-    return batch_size / (alone + 5 * batch_size)
 
 
 @kept_on_device

@@ -93,28 +93,24 @@ class MedusaHeads(LoadedNetwork):
             logits = logits * self.logit_scale
         return logits if self.lm_heads is None else over_vocabulary(logits, self.token_map, self.vocab_size)
 
-    def states(self, hidden: torch.Tensor, num_heads: int | None = None) -> torch.Tensor:
-        """The last residual stream of each head: `(K, ..., H)` for `hidden` of shape `(..., H)`."""
-        stream = hidden.reshape(-1, self.hidden_size)
-        heads = slice(num_heads)
-        for layer, weight in enumerate(self.weights):
-            bias = self.biases[layer][heads] if self.biases else None
-            stream = stream + F.silu(_linear(stream, weight[heads], bias))
-        return stream.reshape(-1, *hidden.shape)
-
     def short_logits(
         self, hidden: torch.Tensor, lm_head: nn.Module | torch.Tensor | None = None, num_heads: int | None = None
     ) -> torch.Tensor:
         """Logits over the rows of the lm_heads, `(K, ..., U)`, not scaled."""
-        weight = self.weights[0]
-        states = self.states(hidden.to(weight.device, weight.dtype), num_heads)
+        first, heads = self.weights[0], slice(num_heads)
+        # (rows, H), then (K, rows, H)
+        stream = hidden.to(first.device, first.dtype).reshape(-1, self.hidden_size)
+        for layer, weight in enumerate(self.weights):
+            bias = self.biases[layer][heads] if self.biases else None
+            stream = stream + F.silu(_linear(stream, weight[heads], bias))
+        states = stream.reshape(-1, *hidden.shape)
         if self.lm_heads is None:
             # torch multiplies a view of the transposed states by a 16-bit lm_head twenty times more slowly on a CPU.
             states = states.to(hidden.device, hidden.dtype).contiguous()
             return lm_head(states) if isinstance(lm_head, nn.Module) else F.linear(states, lm_head)
         if len(self.lm_heads) == 1:
             return F.linear(states, self.lm_heads[0])
-        logits = _linear(states.reshape(len(states), -1, self.hidden_size), self.lm_heads[: len(states)])
+        logits = _linear(stream, self.lm_heads[: len(states)])
         return logits.reshape(*states.shape[:-1], self.lm_head_size)
 
     @property

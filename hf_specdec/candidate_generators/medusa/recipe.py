@@ -44,14 +44,7 @@ class MedusaRecipe(MedusaTraining, HeadsRecipe):
     def draft_logits(self, network: MedusaHeads, reading: Reading, positions: torch.LongTensor) -> torch.Tensor:
         return network(reading.flat_states()[positions], reading.head)
 
-    def write(
-        self,
-        network: MedusaHeads,
-        folder: Path,
-        *,
-        target_name: str = "",
-        acceptance: Acceptance | None = None,
-        **about: Any,
-    ) -> None:
+    def write(self, network: MedusaHeads, folder: Path, **about: Any) -> None:
+        acceptance: Acceptance | None = about.get("acceptance")
         accuracies = None if acceptance is None else acceptance.rank_accuracies
-        network.save(folder, base_model=target_name, accuracies=accuracies)
+        network.save(folder, about.get("target_name"), accuracies)

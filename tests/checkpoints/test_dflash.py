@@ -16,7 +16,7 @@ from transformers import (
 )
 
 from hf_specdec import CheckpointFormatError
-from hf_specdec.candidate_generators.dflash.heads import CorrectedWalk
+from hf_specdec.candidate_generators.dflash.heads.walks import CorrectedWalk
 from hf_specdec.candidate_generators.dflash.network import BlockView, default_layer_ids
 from hf_specdec.hub.detect import detect_checkpoint
 from hf_specdec.target.states import captured_states
@@ -202,7 +202,7 @@ def test_dflash2_of_speculators_and_with_scales(tmp_path):
         if not causal:
             same_network(network, plain)
     as_speculators(name, tmp_path, selector_top_k=None)
-    assert load(tmp_path, target).config.head.selector_top_k == 16
+    assert load(tmp_path, target).config.head.top_k == 16
     scales = {"input_embedding_scale": 2.0, "output_multiplier": 0.5, "final_logit_softcapping": 5.0}
     network = load(copy_of(name, tmp_path / "scaled", scales), target)
     tokens, output = torch.arange(6)[None], torch.randn(1, 3, 48)

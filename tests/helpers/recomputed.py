@@ -80,7 +80,7 @@ class RecomputedBlock:
         return result
 
     def candidates(self, row):
-        count = self.sizes.selector_top_k if self.has_selector else self.sizes.candidate_topk
+        count = self.sizes.top_k if self.has_selector else self.sizes.candidate_topk
         return row.topk(count).indices.tolist()
 
     def scores(self, rows, position, previous, candidates):

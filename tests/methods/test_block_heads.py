@@ -1,6 +1,7 @@
 """Block heads: the official numbers of LiLiCorr and XPress, their checkpoints, and a head that nobody knew before."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -77,7 +78,7 @@ def test_official_refinement():
     head = network.block_head
 
     def drafted(num_passes, count=None):
-        head.num_passes = num_passes
+        head.sizes = replace(head.sizes, num_passes=num_passes)
         logits = base[:, 1:][:, :count]
         block = Block(network, anchors, output[:, 1:], logits, output, {"tokens": torch.stack((before, anchors), 1)})
         return head.begin(block).best()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from hf_specdec.candidate_generators.dflash.heads.denoising import Denoising, keep_counts
+from hf_specdec.candidate_generators.dflash.heads import BlockHead
+from hf_specdec.candidate_generators.dflash.heads.walks import Block, Denoising, keep_counts
 from hf_specdec.drafting import prefixes
 from hf_specdec.drafting.prefixes import confidences
 from tests.helpers.levels import full, in_full
@@ -20,10 +22,16 @@ MASK = 3
 every_dtype = pytest.mark.parametrize("dtype", [torch.bfloat16, *in_full(torch.float32, torch.float16)])
 
 
+def update(state: Denoising, logits: torch.Tensor, keep: int) -> None:
+    """One step by a block of plain DFlash with these logits."""
+    network = SimpleNamespace(block_head=BlockHead(None, None), target_ids=lambda ids: ids)
+    state.update(Block(network, None, None, logits, None, {}), keep)
+
+
 def step(logits: torch.Tensor, keep: int) -> Denoising:
     """One step on blocks of which nothing is known."""
     state = Denoising(*logits.shape[:2], MASK, logits.device)
-    state.update(logits, keep)
+    update(state, logits, keep)
     return state
 
 
@@ -46,7 +54,7 @@ def test_schedule_and_known_tokens():
     kept = state.confidences[0, 0].clone()
     logits = torch.zeros(1, 3, 6)
     logits[0, :, 2] = torch.tensor([9.0, 5.0, 5.0])
-    state.update(logits, keep=2)
+    update(state, logits, keep=2)
     # The known token keeps its confidence, and may be masked again.
     assert state.confidences[0, 0] == kept
     assert state.tokens.tolist() == [[4, 2, 2]]
@@ -56,7 +64,7 @@ def test_schedule_and_known_tokens():
     logits[0, 0, MASK], logits[0, 1, 5] = 9.0, 8.0
     state = step(logits, keep=2)
     assert state.settled.tolist() == [[True, True, False, False]]
-    state.update(torch.eye(6)[None, :4] * 20, keep=4)
+    update(state, torch.eye(6)[None, :4] * 20, keep=4)
     assert state.tokens.tolist() == [[MASK, 5, 2, 3]]
 
 
@@ -82,7 +90,7 @@ def test_recorded_steps():
         rows, num_positions = logits.shape[:2]
         state = Denoising(rows, num_positions, recorded["mask_token_id"].item(), "cpu")
         keep = keep_counts(num_positions * part, whole)[0]
-        state.update(logits, keep)
+        update(state, logits, keep)
         assert torch.equal(state.tokens, recorded[f"{case}.tokens"])
         assert torch.equal(state.inputs, recorded[name])
         assert (~state.settled).sum(1).tolist() == [num_positions - keep] * rows
@@ -97,7 +105,7 @@ def test_recorded_steps_of_a_trained_draft():
         for index, keep in enumerate(keep_counts(7, 3)):
             prefix = f"refine_trace.n3.cycle{cycle}.step{index}."
             assert torch.equal(state.inputs, expected[f"{prefix}block_input_ids"][:, 1:])
-            state.update(expected[f"{prefix}logits"], keep)
+            update(state, expected[f"{prefix}logits"], keep)
             assert torch.equal(state.tokens, expected[f"{prefix}tokens"])
             assert torch.equal(state.settled, expected[f"{prefix}kept"].bool())
             if keep < 7:

@@ -133,7 +133,7 @@ def test_the_loss_is_the_weighted_mean_of_the_steps(name, target):
 def selector_loss(network, output, before, token):
     """Loss of the selector for a token after another one, where it is a candidate."""
     selector, logits = network.block_head, network.logits(output[None])[0]
-    candidates = logits.argsort(descending=True)[: selector.top_k].tolist()
+    candidates = logits.argsort(descending=True)[: selector.sizes.top_k].tolist()
     if token not in candidates:
         return 0.0
     projected = selector.predecessor_codebook[before] * selector.hidden_projection(output)

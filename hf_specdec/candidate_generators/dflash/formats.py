@@ -22,7 +22,7 @@ import torch
 
 from ...checkpoints.draft_reader import FIRST_LAYER, LAYERS, DraftReader, share_of
 from ...checkpoints.format import Format, Unsupported
-from ...checkpoints.header import TargetNeeds, TargetSizes, listed, unwrapped
+from ...checkpoints.header import TargetNeeds, TargetSizes, listed
 from ...checkpoints.schema import COUNT, FLAG, INDEX, INDICES, NAME, NUMBER, POSITIVE, Key, Tensor, keys
 from ...errors import shown
 from ...layers.mask_token import mask_token_in, tokenizer_of
@@ -41,12 +41,6 @@ HEADS: list[type[HeadConfig]] = [SelectorConfig, MarkovConfig, DominoConfig, XPr
 
 # Steps of a checkpoint that declares to refine its blocks and does not say how often.
 _DENOISING_STEPS = 3
-
-# Properties of the reader that drafts of a variant may not have.
-_EXCLUDABLE = {
-    "predicts_next": "positions that predict the next token (`sample_from_anchor`)",
-    "has_own_vocabulary": "a vocabulary of its own (`d2t`)",
-}
 
 _GEMMA4 = ("architectures=Gemma4DSpark.*",)
 
@@ -114,7 +108,7 @@ class DFlashReader(DraftReader):
             Key("rope_theta", POSITIVE, 500000.0 if self.is_native else 1000000.0),
             Key("rms_norm_eps", POSITIVE, 1e-5 if self.is_native else 1e-6),
             Key("max_position_embeddings", COUNT, 32768),
-            *(key for head in (HeadConfig, *HEADS) for key in head.keys),
+            *(key for head in (HeadConfig, *HEADS) for key in head.all_keys()),
         )
 
     @property
@@ -166,18 +160,9 @@ class DFlashReader(DraftReader):
         return self.head.predicts_next(self)
 
     @property
-    def has_own_vocabulary(self) -> bool:
-        """True where it drafts a part of the target's tokens."""
-        return not {"d2t", "t2d"}.isdisjoint(self.stored)
-
-    @property
     def block_size(self) -> int:
         """B as it is stated, else the usual one."""
         return self.setting(self.head.block_size_key)
-
-    def has_tensors(self, *beginnings: str) -> bool:
-        """True where names of tensors in the file begin so."""
-        return any(unwrapped(name).startswith(beginnings) for name in self.stored.values())
 
     def name_in_file(self, name: str) -> str:
         return self.head.name_in_file(name)
@@ -189,7 +174,7 @@ class DFlashReader(DraftReader):
 
     @property
     def needs(self) -> TargetNeeds:
-        ids, vocab_size = self._stated_layer_ids(), self.stated_vocab_size
+        ids, vocab_size = self.stated_layer_ids, self.stated_vocab_size
         # Where z-lab's files name none, there is one state for each layer of the draft.
         states = len(ids) or (3 if self.is_speculators else self.sizes["layer"])
         width = share_of(self.sizes["f"], states)
@@ -204,11 +189,14 @@ class DFlashReader(DraftReader):
             raise self.wrong(
                 f"has `block_size`={self.block_size}, and needs at least {least}", "Correct its config.json."
             )
-        for name in self.head.excludes:
-            if getattr(self, name):
-                raise self.wrong(f"is {self.head.kind} with {_EXCLUDABLE[name]}, which is not supported", self.instead)
-        for key, (_, usual) in SCALES.items():
-            if self.setting(key) != usual and not self.head.has_own_scales:
+        for name, is_there, what in (
+            ("predicts_next", self.predicts_next, "positions that predict the next token (`sample_from_anchor`)"),
+            ("has_own_vocabulary", {"d2t", "t2d"} & self.stored.keys(), "a vocabulary of its own (`d2t`)"),
+        ):
+            if is_there and name in self.head.excludes:
+                raise self.wrong(f"is {self.head.kind} with {what}, which is not supported", self.instead)
+        for key, field in SCALES.items():
+            if self.setting(key) != getattr(DFlashConfig, field) and not self.head.has_own_scales:
                 raise self.wrong(
                     f"has `{key}`={shown(self.setting(key))} in its config.json, which {self.head.kind} does not have",
                     self.instead,
@@ -217,22 +205,26 @@ class DFlashReader(DraftReader):
         return {
             **super().own_fields(),
             "block_size": self.block_size,
-            "views": self._views(),
+            "views": self.views,
             "predicts_next": self.predicts_next,
             "head": self.head.read(self),
             **self._convolutions(),
-            **{field: max(self.setting(key), 0) for key, (field, _) in SCALES.items()},
+            **{field: max(self.setting(key), 0) for key, field in SCALES.items()},
             "num_denoising_steps": self.setting("num_denoising_steps") or usual_steps,
             "attention_bias": f"{FIRST_LAYER}.self_attn.q_proj.bias" in self.stored,
         }
 
     def target_fields(self, target: TargetSizes) -> dict[str, Any]:
-        ids, embedding = self._target_layer_ids(target), self.shape("embed_tokens.weight")
+        ids, layers, embedding = self.stated_layer_ids, target.num_hidden_layers, self.shape("embed_tokens.weight")
+        if not ids:
+            assert layers is not None, "sizes of a target without its layers"
+            usual = (1, layers // 2 - 1, layers - 4)
+            ids = usual if self.is_speculators else default_layer_ids(self.sizes["layer"], layers)
         self.check_states([index + 1 for index in ids], target, self.for_target)
         return {
             **super().target_fields(target),
             "target_layer_ids": ids,
-            "num_target_layers": target.num_hidden_layers,
+            "num_target_layers": layers,
             "mask_token_id": self._mask_token_id(),
             "num_embeddings": max(embedding[0], target.vocab_size) if embedding else None,
         }
@@ -275,61 +267,40 @@ class DFlashReader(DraftReader):
         left_out = ("mrope_interleaved", "partial_rotary_factor")
         return {name: value for name, value in super().rope_parameters().items() if name not in left_out}
 
-    def _views(self) -> tuple[BlockView, ...]:
+    @property
+    def views(self) -> tuple[BlockView, ...]:
         """Views of the layers. Where nothing is said, layers with a window are causal, and the others are not."""
-        usual = ["sliding_attention" if self.is_native else "full_attention"] * self.sizes["layer"]
-        kinds = self.setting("layer_types") or usual
-        unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
-        if len(kinds) < self.sizes["layer"] or unknown:
+        count, says = self.sizes["layer"], self.setting
+        kinds = says("layer_types") or ["sliding_attention" if self.is_native else "full_attention"] * count
+        if len(kinds) < count or set(kinds) - {"full_attention", "sliding_attention"}:
             raise self.wrong(
                 f"has `layer_types`={kinds} in its config.json, which must name full_attention or sliding_attention "
-                f"for each of its {self.sizes['layer']} layers",
+                f"for each of its {count} layers",
                 "Correct it.",
             )
-        causal, window = self._causal(), self._window(kinds)
-        views = []
-        for kind in kinds[: self.sizes["layer"]]:
-            slides = kind == "sliding_attention"
-            views.append(BlockView(window if slides else None, slides if causal is None else causal))
+        window = None
+        if "sliding_attention" in kinds and says("use_sliding_window") is not False:
+            # transformers counts the distance, the others the positions.
+            window = (says("sliding_window") or 2048) + 1 if self.is_native else self.value("sliding_window")
+        causal = False if self.is_native else says("is_causal")
         if self.is_speculators:
-            # There the key is about the layers with a window.
-            views = [view if view.window is not None else BlockView() for view in views]
+            # Left out, it stands for what its class has.
+            non_causal = says("sliding_window_non_causal")
+            causal = not (self.head.looks_ahead_in_windows if non_causal is None else non_causal)
+        views = []
+        for slides in [kind == "sliding_attention" for kind in kinds[:count]]:
+            view = BlockView(window if slides else None, slides if causal is None else causal)
+            # For speculators the key is about the layers with a window.
+            views.append(BlockView() if self.is_speculators and view.window is None else view)
         return () if all(view.sees_all for view in views) else tuple(views)
 
-    def _causal(self) -> bool | None:
-        """True for causal layers, `None` where their types decide."""
-        if self.is_native:
-            return False
-        if self.is_speculators:
-            non_causal = self.setting("sliding_window_non_causal")
-            # Left out, it stands for what its class has.
-            return not (self.head.looks_ahead_in_windows if non_causal is None else non_causal)
-        return self.setting("is_causal")
-
-    def _window(self, kinds: Sequence[str]) -> int | None:
-        if "sliding_attention" not in kinds or self.setting("use_sliding_window") is False:
-            return None
-        if self.is_native:
-            # transformers counts the distance, the others the positions.
-            return (self.setting("sliding_window") or 2048) + 1
-        return self.value("sliding_window")
-
-    # Captured states
-
-    def _stated_layer_ids(self) -> tuple[int, ...]:
+    @property
+    def stated_layer_ids(self) -> tuple[int, ...]:
         """Layers whose outputs are read, by the config; empty where it names none."""
         if self.is_speculators:
             # Those say what enters a layer.
             return tuple(index - 1 for index in self.setting("aux_hidden_state_layer_ids"))
         return tuple(self.setting("target_layer_ids") or ([1, 13, 25, 37, 49] if self.is_native else ()))
-
-    def _target_layer_ids(self, target: TargetSizes) -> tuple[int, ...]:
-        if stated := self._stated_layer_ids():
-            return stated
-        layers = target.num_hidden_layers
-        assert layers is not None, "sizes of a target without its layers"
-        num_draft_layers = self.sizes["layer"]
-        return (1, layers // 2 - 1, layers - 4) if self.is_speculators else default_layer_ids(num_draft_layers, layers)
 
     # Tensors
 

@@ -1,12 +1,10 @@
 """DFlash: a whole block of draft tokens from one forward of a small network (arXiv:2602.06036).
 
-The draft reads the text through the target's hidden states alone: its keys and values for a token are made once, when
-the token is committed, and kept. A cycle puts the block after them, the anchor and masks, and forgets it again. The
-tokens of the block are drafted as a chain, or the most probable prefixes as a tree (DDTree, arXiv:2604.12989). With
-several denoising steps the most confident tokens take the place of their masks and the rest is predicted again. How
-the tokens of a block depend on each other, the draft's head says, see [`~candidate_generators.dflash.heads`]. On a GPU
-all of that is one graph; tokens are sampled outside of it where logits processors of the user's come in between that
-read more than scores.
+Keys and values of a token of the text are made once, when it is committed, and kept. A cycle puts the block after them
+and forgets it again. Its tokens are drafted as a chain, or the most probable prefixes as a tree (DDTree,
+arXiv:2604.12989). How they depend on each other, the draft's head says, see [`~candidate_generators.dflash.heads`]. On
+a GPU all of that is one graph; tokens are sampled outside of it where logits processors of the user's come in between
+that read more than scores.
 
 Shapes: R active rows, C new tokens of the text, K drafted positions, T positions of a block, S slots of the draft's
 cache, h and th hidden sizes of draft and target, V vocabulary of the target.
@@ -14,7 +12,6 @@ cache, h and th hidden sizes of draft and target, V vocabulary of the target.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, Literal
@@ -33,7 +30,6 @@ from ...drafts import DraftTree, TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...kernels.tree_attention import SlotTree, pack_words
-from ...logits.grammar.masks import GrowingMasks
 from ...protocol import Prompt
 from ...settings import SpeculativeConfig
 from ...settings.checks import Options, draft_sample_method_field, setting
@@ -41,8 +37,8 @@ from ...target.masks import FULL, Span, TreeMask
 from ...transfers import kept_on_device, kept_tensor
 from ..networks import NetworkGenerator
 from .formats import DFlashReader
-from .heads import Block, HeadConfig, Memory
-from .heads.denoising import Denoising, keep_counts
+from .heads import HeadConfig
+from .heads.walks import Block, Denoising, Memory, keep_counts
 from .network import BlockView, DFlashNetwork, check_mask_token
 
 
@@ -154,22 +150,21 @@ class DraftText(DraftSlots):
     def begin_block(self, size: int) -> None:
         """Prepares for blocks of this size; they may be read more than once."""
         self._block = self.plan_read(size)
-        self._masks = {view: self._mask(view) for view in self.network.views}
+        self._masks: dict[BlockView, torch.Tensor | TreeMask | None] = {}
+        for view in self.network.views:
+            if not self.has_kernel and view.sees_all and self._block.is_uniform:
+                self._masks[view] = None
+                continue
+            # Distances of slots are of positions.
+            bits, depths = _block_bits(view, size, self.device), kept_tensor(tuple(range(size)), self.device)
+            tree = SlotTree(self.cache.plan.starts(self.device), self.first_slots[:, 0], bits, depths)
+            mask = TreeMask(tree, FULL if view.window is None else Span("sliding", view.window))
+            additive = None if self.has_kernel else mask.additive(self._block.plan.columns, self.network.dtype)
+            self._masks[view] = mask if additive is None else additive
 
     def read_block(self, tokens: torch.LongTensor) -> torch.Tensor:
         """The network's output `(R, T, h)` for blocks `(R, T)`; nothing of them is kept."""
         return self.network(tokens, self._block.positions, self._masks, self.cache, self._block.bound)
-
-    def _mask(self, view: BlockView) -> torch.Tensor | TreeMask | None:
-        """Mask of a layer, additive `(R, 1, T, S)` where there is no kernel; distances of slots are of positions."""
-        if not self.has_kernel and view.sees_all and self._block.is_uniform:
-            return None
-        size = self._block.slots.shape[1]
-        depths = kept_tensor(tuple(range(size)), self.device)
-        bits = _block_bits(view, size, self.device)
-        tree = SlotTree(self.cache.plan.starts(self.device), self.first_slots[:, 0], bits, depths)
-        mask = TreeMask(tree, FULL if view.window is None else Span("sliding", view.window))
-        return mask if self.has_kernel else mask.additive(self._block.plan.columns, self.network.dtype)
 
 
 @kept_on_device
@@ -221,31 +216,22 @@ class DFlashCandidateGenerator(NetworkGenerator):
             self.samples_drafts: bool | None = False
             reason = f"{self.head.what} has" if not self.head.draws else "several denoising steps have"
             self.note(f"draft tokens are chosen, not drawn: {reason} no distribution")
-        self.tree_budget: int = self._tree_budget()
-        if not self.tree_budget:
+        num_nodes, reason = options.num_draft_nodes, self.chain_only_reason
+        if num_nodes is None:
+            usual, most_rows = _USUAL_TREES.get(self.session.device.type, _USUAL_TREE)
+            names_chain = self.config.fixed_length is not None or self.num_steps > 1
+            is_chain = names_chain or reason or self.session.batch_size > most_rows or not network.config.suits_trees
+            num_nodes = 0 if is_chain else usual
+        elif num_nodes and (reason or not self.head.grows_trees):
+            reason = reason or "the draft's tokens depend on each other"
+            self.note(f"chains instead of trees: {reason}")
+            num_nodes = 0
+        self.tree_budget: int = num_nodes  # 0 for chains
+        if not num_nodes:
             return TokenTree.chain(self.num_drafts)
         # Under a grammar the tree grows level by level.
-        width = min(
-            options.draft_tree_top_k or self.tree_budget, _MOST_MASKED_CHILDREN, network.config.draft_vocab_size
-        )
-        return DynamicTree.of(self.num_drafts - 1, width, self.tree_budget + 1)
-
-    def _tree_budget(self) -> int:
-        """Nodes of the trees; 0 for chains."""
-        asked = self.options.num_draft_nodes
-        if asked is None:
-            num_nodes, most_rows = _USUAL_TREES.get(self.session.device.type, _USUAL_TREE)
-            names_chain = self.config.fixed_length is not None or self.num_steps > 1
-            if names_chain or self.chain_only_reason or self.session.batch_size > most_rows:
-                return 0
-            return num_nodes if self.network.config.suits_trees else 0
-        reason = self.chain_only_reason
-        if reason is None and not self.head.grows_trees:
-            reason = "the draft's tokens depend on each other"
-        if asked and reason:
-            self.note(f"chains instead of trees: {reason}")
-            return 0
-        return asked
+        width = min(options.draft_tree_top_k or num_nodes, _MOST_MASKED_CHILDREN, network.config.draft_vocab_size)
+        return DynamicTree.of(self.num_drafts - 1, width, num_nodes + 1)
 
     @property
     def num_draft_nodes(self) -> int:
@@ -276,7 +262,11 @@ class DFlashCandidateGenerator(NetworkGenerator):
 
     def draft(self, state: NetworkState, new: Entries, limits: DepthLimits, draw: Draw) -> DraftNodes:
         network, text, anchors = self.network, state.slots, new.last(new.tokens).to(self.device)
-        memory, grammar = self.take_in(state, new), self._grammar(limits, draw)
+        memory, grammar = self.take_in(state, new), None
+        if not draw.is_plain and limits.waits and self.may_mask:
+            # Masks are made on the host.
+            begin = partial(self.growing_masks, self._step, limits.depths.tolist())
+            grammar = None if begin() is None else begin
         text.begin_block(self.block_size)
 
         def block(count: int, masked: torch.LongTensor | None = None) -> Block:
@@ -290,7 +280,7 @@ class DFlashCandidateGenerator(NetworkGenerator):
             count = network.config.num_drafts(self.block_size)
             blocks = Denoising(len(anchors), count, self.mask_token_id, self.device)
             for keep in keep_counts(count, self.num_steps):
-                network.block_head.denoise(blocks, block(count, blocks.inputs), keep)
+                blocks.update(block(count, blocks.inputs), keep)
             return DraftNodes(blocks.tokens[:, : limits.deepest])
         walk: Any = network.block_head.begin(block(self.num_drafts if self.head.chooses_together else limits.deepest))
         if self.tree_budget and (grammar is None or self.head.chooses_together):
@@ -301,19 +291,12 @@ class DFlashCandidateGenerator(NetworkGenerator):
         nodes = walk.draft(self.plan, depths, draw)
         if self.tree_budget or not self.head.has_confidence:
             return nodes
-        logits = walk.confidence_logits(nodes.tokens.to(self.device))
+        logits = walk.head.confidence_logits(walk.block, nodes.tokens.to(self.device))
         nodes = nodes._replace(log_probs=F.logsigmoid(logits).cumsum(1))
         if not limits.threshold:
             return nodes
         num_trusted = (logits.sigmoid() >= limits.threshold).int().cumprod(1).sum(1)
         return nodes._replace(depths=torch.minimum(limits.depths.to(self.device), num_trusted))
-
-    def _grammar(self, limits: DepthLimits, draw: Draw) -> Callable[[], GrowingMasks] | None:
-        """Begins the masks of the rows' grammars, which are made on the host; `None` where there are none."""
-        if draw.is_plain or not (limits.waits and self.may_mask):
-            return None
-        begin = partial(self.growing_masks, self._step, limits.depths.tolist())
-        return None if begin() is None else begin
 
     def drafted(self, nodes: DraftNodes, limits: list[int]) -> DraftTree:
         draft = super().drafted(nodes, limits)
@@ -326,40 +309,33 @@ class DFlashCandidateGenerator(NetworkGenerator):
 
 def _sizes(config: SpeculativeConfig, network: DFlashNetwork) -> tuple[int, int]:
     """Tokens of a block, and number of those that are drafted."""
-    trained, named = network.config.block_size, config.options.dflash_block_size
-    length = config.fixed_length
-    least = trained - network.config.num_drafts(trained) + 1
-    if named is not None and not least <= named <= trained:
+    trained, named, length = network.config.block_size, config.options.dflash_block_size, config.fixed_length
+    num_undrafted = trained - network.config.num_drafts(trained)
+    if named is not None and not num_undrafted < named <= trained:
         raise SpecConfigError(
-            f"`dflash_block_size` must be from {least} to {trained}, the block that the draft was trained with, got "
-            f"{named}. It counts the last committed token."
+            f"`dflash_block_size` must be from {num_undrafted + 1} to {trained}, the block that the draft was trained "
+            f"with, got {named}. It counts the last committed token."
         )
-    most = network.config.num_drafts(named or trained)
+    most = (named or trained) - num_undrafted
     if length is not None and length > most:
         whose = f"`dflash_block_size`={named}" if named else f"the draft's block of {trained} tokens"
         raise SpecConfigError(
             f"`num_speculative_tokens` must be at most {most}, what {whose} yields, got {length}. Draft fewer."
         )
-    if network.config.head.needs_whole_block:
-        if named not in (None, trained):
-            raise SpecConfigError(
-                f"`dflash_block_size` must be {trained}, the block that this draft was trained with, got {named}: its "
-                "tokens depend on all positions. Name fewer tokens with `num_speculative_tokens`."
-            )
-        return trained, length or most
-    if named is None and length is not None:
-        return trained - most + length, length
-    return named or trained, length or most
+    num_drafts = length or most
+    if not network.config.head.needs_whole_block:
+        return named or num_drafts + num_undrafted, num_drafts
+    if named not in (None, trained):
+        raise SpecConfigError(
+            f"`dflash_block_size` must be {trained}, the block that this draft was trained with, got {named}: its "
+            "tokens depend on all positions. Name fewer tokens with `num_speculative_tokens`."
+        )
+    return trained, num_drafts
 
 
 def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:
     """Forwards for a block."""
     config, asked = network.config, options.dflash_num_denoising_steps
-    if not config.head.takes_untrained_steps and (asked or 1) > config.num_denoising_steps:
-        raise SpecConfigError(
-            f"`dflash_num_denoising_steps` must be at most {config.num_denoising_steps}, what this draft declares, "
-            f"got {asked}: {config.head.what} was not trained on blocks of which tokens are known."
-        )
     trained = config.num_denoising_steps if config.takes_steps else 1
     if asked is None:
         return 1 if options.num_draft_nodes else trained
@@ -367,6 +343,11 @@ def _num_steps(options: DFlashOptions, network: DFlashNetwork) -> int:
         raise SpecConfigError(
             "`dflash_num_denoising_steps` must be 1 for drafts whose positions predict the next token or whose tokens "
             f"depend on each other, got {asked}."
+        )
+    if asked > trained and not config.head.takes_untrained_steps:
+        raise SpecConfigError(
+            f"`dflash_num_denoising_steps` must be at most {trained}, what this draft declares, "
+            f"got {asked}: {config.head.what} was not trained on blocks of which tokens are known."
         )
     if asked > trained:
         logger.warning_once(

@@ -129,19 +129,18 @@ class DFlashConfig(DraftConfig):
         if any(self.view(layer).causal != slides for layer, slides in enumerate(sliding)):
             config["is_causal"] = self.view(0).causal
         inner = {"mask_token_id": self.mask_token_id, "target_layer_ids": list(self.target_layer_ids)}
-        rare = {key: (getattr(self, name), usual) for key, (name, usual) in (SCALES | _RARE).items()}
-        inner |= {key: value for key, (value, usual) in rare.items() if value != usual}
+        values = {key: (getattr(self, name), getattr(DFlashConfig, name)) for key, name in _RARE.items()}
+        inner |= {key: value for key, (value, usual) in values.items() if value != usual}
         return self.head.placed(self, config, inner)
 
 
 # Keys of configs that are left out where they have the usual value, and the fields that they stand for.
 SCALES = {
-    "input_embedding_scale": ("embedding_scale", 1),
-    "output_multiplier": ("logit_scale", 1),
-    "final_logit_softcapping": ("logit_softcap", 0),
+    "input_embedding_scale": "embedding_scale",
+    "output_multiplier": "logit_scale",
+    "final_logit_softcapping": "logit_softcap",
 }
-_RARE = {name: (name, 0) for name in ("conv_kernel_size", "conv_group_size")}
-_RARE["num_denoising_steps"] = ("num_denoising_steps", 1)
+_RARE = SCALES | {name: name for name in ("conv_kernel_size", "conv_group_size", "num_denoising_steps")}
 
 _STORED_AS_THEY_ARE = ("attention_bias", "draft_vocab_size", "block_size", "num_target_layers")
 
@@ -167,8 +166,7 @@ class DFlashNetwork(DraftNetwork):
         self.target_hidden_states: tuple[int | str, ...] = tuple(dict.fromkeys(self._state_keys))
         self._layer_views = tuple(map(config.view, range(config.num_hidden_layers)))
         self.views: tuple[BlockView, ...] = tuple(dict.fromkeys(self._layer_views))
-        size = config.hidden_size
-        own_rows = config.num_embeddings
+        size, own_rows = config.hidden_size, config.num_embeddings
         self.embed_tokens: nn.Embedding | None = None if own_rows is None else nn.Embedding(own_rows, size)
         self.fc: nn.Linear = nn.Linear(len(self._state_keys) * config.target_hidden_size, size, bias=False)
         self.hidden_norm: RMSNorm = RMSNorm(size, config.rms_norm_eps)
@@ -179,9 +177,10 @@ class DFlashNetwork(DraftNetwork):
         self.lm_head: nn.Linear | None = (
             nn.Linear(size, config.draft_vocab_size, bias=False) if config.own_head else None
         )
-        self.block_head: BlockHead = config.head.module(config)
+        self.block_head: BlockHead = config.head.head_class(config, config.head)
         self.register_buffer("token_ids", torch.arange(config.draft_vocab_size) if config.has_token_ids else None)
-        self._target: _ScaledParts | None = None
+        self._target: TargetParts | None = None
+        self._scale, self._softcap = config.logit_scale, config.logit_softcap
 
     def fitted(
         self, config: SpeculativeConfig, target_model: nn.Module, reader: CheckpointReader | None = None
@@ -197,13 +196,18 @@ class DFlashNetwork(DraftNetwork):
 
     def attach(self, target_model: nn.Module) -> DFlashNetwork:
         """Reads from the target what the draft has none of its own of; mere copies of the target's are given up."""
-        self._target = target = _ScaledParts(target_model, is_scaled=not self.config.head.has_own_scales)
+        self._target = target = TargetParts(target_model)
         own, embedding = self.embed_tokens, target.embedding
         if own is not None and type(embedding) is nn.Embedding and is_copy(own.weight, embedding.weight):
             self.embed_tokens, self.config = None, replace(self.config, num_embeddings=None)
-        own = self.lm_head if self.token_ids is None else None
-        if own is not None and target.has_plain_head and is_copy(own.weight, target.head.weight):
+        scale, softcap = (1, 0) if self.config.head.has_own_scales else _scales_of(target_model)
+        own, head = self.lm_head if self.token_ids is None else None, target.head
+        is_plain = type(head) is nn.Linear and head.bias is None and (scale, softcap) == (1, 0)
+        if own is not None and is_plain and is_copy(own.weight, head.weight):
             self.lm_head, self.config = None, replace(self.config, own_head=False)
+        if self.lm_head is None and not self.config.head.has_own_scales:
+            # They count in probabilities.
+            self._scale, self._softcap = scale, softcap
         return self
 
     # The text
@@ -228,15 +232,22 @@ class DFlashNetwork(DraftNetwork):
 
     # The block
 
-    def embed(self, tokens: torch.LongTensor) -> torch.Tensor:
-        rows = super().embed(tokens)
-        return rows if self.config.embedding_scale == 1 else rows * self.config.embedding_scale
+    def bind_embedding(self) -> Callable[[torch.LongTensor], torch.Tensor]:
+        is_shared, scale, like = self.embed_tokens is None, self.config.embedding_scale, self._weight
+        # A norm after the table belongs to the target alone.
+        if is_shared and not (self.config.head.has_own_scales or hasattr(self._target.embedding, "embed_norm")):
+            # As the target embeds, with its scaling.
+            embedding = self._target.embedding
+            device = embedding_device(embedding)
+            return lambda tokens: embedding(tokens.to(device)).to(like)
+        embed = super().bind_embedding()
+        return embed if scale == 1 else lambda tokens: embed(tokens) * scale
 
     def forward(
         self,
         tokens: torch.LongTensor,  # (R, T), anchors and masks, or tokens that are known already in their place
         positions: torch.LongTensor,  # (R | 1, T)
-        # Of each of `views`, (R | 1, 1, T, S), additive in the draft's dtype; `None`: everything is seen.
+        # Of each of `views`, (R | 1, 1, T, S), additive in the draft's dtype or boolean; `None`: everything is seen.
         masks: Mapping[BlockView, torch.Tensor | None],
         cache: KeyValueCache,  # has the keys and values of the text, from `context`, and is given those of the block
         bound: int | None = None,  # above all positions; with it, angles are looked up
@@ -262,10 +273,10 @@ class DFlashNetwork(DraftNetwork):
         # As a matrix: the product of a part of a block with its strides would copy the weights.
         rows = output.flatten(0, -2)
         logits = self.bind_head(way_of(rows), rows.dtype)(rows)
-        if self.config.logit_scale != 1:
-            logits = logits * self.config.logit_scale
-        if cap := self.config.logit_softcap:
-            logits = cap * torch.tanh(logits / cap)
+        if self._scale != 1:
+            logits = logits * self._scale
+        if self._softcap:
+            logits = self._softcap * torch.tanh(logits / self._softcap)
         return logits.unflatten(0, output.shape[:-1])
 
     def block(self, whole: torch.Tensor, anchors: torch.LongTensor, memory: Memory, count: int | None = None) -> Block:
@@ -343,40 +354,12 @@ class BlockConvolution(nn.Module):
         return total.view_as(hidden)
 
 
-class _ScaledParts(TargetParts):
-    """Embedding and lm_head with the scaling that targets apply after them, if drafts are trained with it."""
-
-    def __init__(self, target_model: nn.Module, is_scaled: bool):
-        super().__init__(target_model)
-        self._is_scaled, self._softcap, self._scale = is_scaled, None, 1
-        if not is_scaled:
-            return
-        config = target_model.config.get_text_config(decoder=True)
-        self._softcap = getattr(config, "final_logit_softcapping", None)
-        factors = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
-        self._scale = next(filter(None, factors), 1 / (getattr(config, "logits_scaling", None) or 1))
-
-    @property
-    def has_plain_head(self) -> bool:
-        return type(self.head) is nn.Linear and self.head.bias is None and not self._softcap and self._scale == 1
-
-    def bind_embedding(self):
-        """Embeds tokens as the target does, with its scaling. A norm after the table belongs to the target alone."""
-        embedding = self.embedding
-        if not self._is_scaled or hasattr(embedding, "embed_norm"):
-            return super().bind_embedding()
-        device = embedding_device(embedding)
-        return lambda tokens: embedding(tokens.to(device))
-
-    def bind_head(self, way, like):
-        """The target's logits of an output: their scaling and cap count in probabilities."""
-        head, scale, cap = super().bind_head(way, like), self._scale, self._softcap
-
-        def logits(output):
-            scores = head(output) if scale == 1 else head(output) * scale
-            return cap * torch.tanh(scores / cap) if cap else scores
-
-        return logits
+def _scales_of(target_model: nn.Module) -> tuple[float, float]:
+    """Scale of a target's logits after its lm_head, and what caps them, 0 for nothing."""
+    config = target_model.config.get_text_config(decoder=True)
+    factors = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier"))
+    scale = next(filter(None, factors), 1 / (getattr(config, "logits_scaling", None) or 1))
+    return scale, getattr(config, "final_logit_softcapping", None) or 0
 
 
 def check_mask_token(token: int, network: DFlashNetwork, name: str = "the draft") -> None:

@@ -16,7 +16,8 @@ Shapes as in `recipe.py`; A anchors of a row, S tokens of a block, K = S - 1 mas
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from dataclasses import fields
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,8 +31,8 @@ from ...training.initial_weights import begin_as, begin_near, layer_sizes
 from ...training.reading import IGNORED, GrowingCache, Reading
 from ...training.recipe import CHUNK_LOGITS, Recipe
 from . import DFlashTraining
-from .heads import Block, HeadConfig, Memory
-from .heads.denoising import Denoising, keep_counts
+from .heads import HeadConfig
+from .heads.walks import Denoising, Memory, keep_counts
 from .network import BlockView, DFlashConfig, DFlashNetwork, default_layer_ids
 
 
@@ -51,11 +52,17 @@ class Blocks(NamedTuple):
     whole: torch.Tensor  # (B, A, S, h), output of the network
     output: torch.Tensor  # (B, A, K, h), the same at the masks
     labels: torch.LongTensor  # (B, A, K), tokens of the text there, -100 where none counts
+    places: torch.LongTensor  # (B, A, K), of the tokens before these in the flattened batch, where it predicts them
 
     @property
     def counting(self) -> tuple[torch.LongTensor, ...]:
         """Row, block and mask of every place that counts."""
         return (self.labels != IGNORED).nonzero(as_tuple=True)
+
+    @property
+    def before(self) -> torch.LongTensor:
+        """Tokens `(B, A, K)` of the text in front of the masks."""
+        return self.reading.tokens.flatten()[self.places]
 
 
 class DFlashRecipe(DFlashTraining, Recipe):
@@ -65,6 +72,8 @@ class DFlashRecipe(DFlashTraining, Recipe):
 
     method = "dflash"
     muon = True
+    head_config: ClassVar[type[HeadConfig]] = HeadConfig
+    conv_kernel_size = conv_group_size = 0  # without convolutions
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -85,13 +94,10 @@ class DFlashRecipe(DFlashTraining, Recipe):
 
     @property
     def head(self) -> HeadConfig:
-        """What follows the parallel prediction."""
-        return HeadConfig()
-
-    @property
-    def further_parts(self) -> dict[str, Any]:
-        """Settings of the network beside those of every draft."""
-        return {}
+        """What follows the parallel prediction, by the options of the same names."""
+        kind = self.head_config
+        options = {item.name: getattr(self, kind.prefix + item.name, None) for item in fields(kind)}
+        return kind(**{name: value for name, value in options.items() if value is not None})
 
     def check(self, target: PreTrainedModel) -> None:
         super().check(target)
@@ -115,7 +121,8 @@ class DFlashRecipe(DFlashTraining, Recipe):
             views=(BlockView(causal=True),) * self.num_layers if self.causal else (),
             num_denoising_steps=self.num_denoising_steps or (3 if self.reveal_share else 1),
             head=self.head,
-            **self.further_parts,
+            conv_kernel_size=self.conv_kernel_size,
+            conv_group_size=self.conv_group_size,
         )
         network = DFlashNetwork(config).attach(target)
         # The target's last layers, on what the deepest of the captured states says.
@@ -132,25 +139,21 @@ class DFlashRecipe(DFlashTraining, Recipe):
         labels = reading.labels_at(anchors, self.num_drafts).movedim(0, 2)
         revealed = self.draw_revealed(labels)
         inputs = torch.where(revealed, labels, network.config.mask_token_id)
-        context = _context(network, reading, anchors)
-        whole = read_blocks(network, context, anchors, _blocks(reading, anchors, inputs))
+        whole = _read_blocks(network, reading, _context(network, reading, anchors), anchors, inputs)
         output = network.predicting(whole.flatten(0, 1)).view(*labels.shape, -1)
-        blocks = Blocks(reading, anchors, whole, output, labels.masked_fill(revealed, IGNORED))
-        rows, columns, masks = counting = blocks.counting
-        if not len(rows):
+        masks = torch.arange(self.num_drafts, device=anchors.device)
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None, None]
+        # Past the end of a row there is nothing to predict.
+        places = rows * reading.tokens.shape[1] + anchors[..., None] + 1 + masks
+        places = places.clamp(max=reading.tokens.numel() - 1)
+        blocks = Blocks(reading, anchors, whole, output, labels.masked_fill(revealed, IGNORED), places)
+        counting = blocks.counting
+        if not len(counting[0]):
             return
-        # The target predicts the tokens there.
-        places = rows * reading.tokens.shape[1] + anchors[rows, columns] + 1 + masks
         read, logits = self.predictions(network, blocks)
-        yield self.token_loss(
-            reading,
-            logits,
-            read[counting],
-            blocks.labels[counting],
-            places,
-            network.config.draft_vocab_size,
-            weights=self.head_decay**masks,
-        )
+        read, labels, places = (part[counting] for part in (read, blocks.labels, places))
+        weights, size = self.head_decay ** counting[2], network.config.draft_vocab_size
+        yield self.token_loss(reading, logits, read, labels, places, size, weights)
         yield self.further_loss(network, blocks)
 
     def predictions(
@@ -184,15 +187,18 @@ class DFlashRecipe(DFlashTraining, Recipe):
         return (ranks < shown) & (labels != IGNORED)
 
     def drafts(self, network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor) -> torch.LongTensor:
-        context = _context(network, reading, anchors)
-        chunk = max(1, CHUNK_LOGITS // (len(anchors) * self.num_drafts * network.config.draft_vocab_size))
-        drafts = [draft_blocks(network, context, reading, part) for part in anchors.split(chunk, 1)]
+        config, context = network.config, _context(network, reading, anchors)
+        count = config.num_drafts(config.block_size)
+        num_steps = config.num_denoising_steps if config.takes_steps else 1
+        drafts, chunk = [], max(1, CHUNK_LOGITS // (len(anchors) * self.num_drafts * config.draft_vocab_size))
+        for part in anchors.split(chunk, 1):
+            first, memory = reading.tokens.gather(1, part + 1).flatten(), memory_before(network, reading, part)
+            state = Denoising(part.numel(), count, config.mask_token_id, part.device)
+            for keep in keep_counts(count, num_steps):
+                whole = _read_blocks(network, reading, context, part, state.inputs.view(*part.shape, count))
+                state.update(network.block(whole.flatten(0, 1), first, memory), keep)
+            drafts.append(state.tokens.view(*part.shape, count))
         return torch.cat(drafts, dim=1).movedim(2, 0)[:, None]
-
-
-def _blocks(reading: Reading, anchors: torch.LongTensor, masked: torch.LongTensor) -> torch.LongTensor:
-    """Joins the tokens of blocks, `(B, A, S)`: the cycle of position t begins with the token at t + 1."""
-    return torch.cat((reading.tokens.gather(1, anchors + 1)[..., None], masked), dim=2)
 
 
 def _context(network: DFlashNetwork, reading: Reading, anchors: torch.LongTensor) -> LayerContext:
@@ -208,15 +214,20 @@ def memory_before(network: DFlashNetwork, reading: Reading, anchors: torch.LongT
     last = network.fuse({key: reading.states[key][rows, anchors] for key in network.target_hidden_states})
     tokens = torch.stack([reading.tokens.gather(1, anchors + shift).flatten() for shift in (0, 1)], dim=1)
     head, fused = network.block_head, last.flatten(0, 1)[:, None]
-    return head.remember(
-        head.begin_text(tokens[:, :1], fused.device), fused, Entries(tokens[:, 1:], {}, [1] * len(fused))
-    )
+    kept = head.begin_text(tokens[:, :1], fused.device)
+    return head.remember(kept, fused, Entries(tokens[:, 1:], {}, [1] * len(fused)))
 
 
-def read_blocks(
-    network: DFlashNetwork, context: LayerContext, anchors: torch.LongTensor, tokens: torch.LongTensor
+def _read_blocks(
+    network: DFlashNetwork,
+    reading: Reading,
+    context: LayerContext,
+    anchors: torch.LongTensor,
+    masked: torch.LongTensor,  # (B, A, K), tokens in the place of the masks
 ) -> torch.Tensor:
-    """The network's output `(B, A, S, h)` for blocks `(B, A, S)` at anchors `(B, A)`, each read as drafting does."""
+    """The network's output `(B, A, S, h)` for blocks at anchors `(B, A)`, each read as drafting does."""
+    # The cycle of position t begins with the token at t + 1.
+    tokens = torch.cat((reading.tokens.gather(1, anchors + 1)[..., None], masked), dim=2)
     rows, count, size = tokens.shape
     together = min(count, max(1, _PIECE // size))
     pieces = -(-count // together)
@@ -225,43 +236,14 @@ def read_blocks(
     anchors = F.pad(anchors, (0, fill)).reshape(-1, together)
     tokens = F.pad(tokens, (0, 0, 0, fill)).reshape(-1, together * size)
     positions = (anchors[..., None] + 1 + torch.arange(size, device=anchors.device)).flatten(1)
-    masks = {view: _mask(network, view, anchors, positions, context[0][0].shape[2]) for view in network.views}
+    # What a position does not see: later text, other blocks, and what its layer's view hides.
+    text = torch.arange(context[0][0].shape[2], device=anchors.device)
+    blocks = torch.arange(together * size, device=anchors.device) // size
+    later = text > anchors.repeat_interleave(size, dim=1)[..., None]
+    others = (blocks[:, None] != blocks).expand(len(positions), -1, -1)
+    unseen = torch.cat((later, others), dim=2)
+    distances = positions[..., None] - torch.cat((text.expand(len(positions), -1), positions), dim=1)[:, None]
+    masks = {view: ~(unseen | view.hidden(distances))[:, None] for view in network.views}
     repeated = [tuple(part.repeat_interleave(pieces, dim=0) for part in layer) for layer in context]
     output = network(tokens, positions, masks, GrowingCache(repeated), block_size=size)
     return output.view(rows, pieces * together, size, -1)[:, :count]
-
-
-def _mask(
-    network: DFlashNetwork, view: BlockView, anchors: torch.LongTensor, positions: torch.LongTensor, width: int
-) -> torch.Tensor:
-    """Makes a layer's additive mask `(N, 1, P, width + P)` for P positions of the blocks of a piece."""
-    size = positions.shape[1] // anchors.shape[1]
-    text = torch.arange(width, device=positions.device)
-    block = torch.arange(positions.shape[1], device=positions.device) // size
-    later = text > anchors.repeat_interleave(size, dim=1)[..., None]
-    others = (block[:, None] != block).expand(len(positions), -1, -1)
-    keys = torch.cat((text.expand(len(positions), -1), positions), dim=1)
-    hidden = torch.cat((later, others), dim=2) | view.hidden(positions[..., None] - keys[:, None])
-    mask = torch.zeros(hidden.shape, dtype=network.dtype, device=hidden.device)
-    return mask.masked_fill_(hidden, torch.finfo(mask.dtype).min)[:, None]
-
-
-def draft_blocks(
-    network: DFlashNetwork, context: LayerContext, reading: Reading, anchors: torch.LongTensor
-) -> torch.LongTensor:
-    """Drafts the tokens `(B, A, K)` of the cycles at the anchors `(B, A)`, in as many steps as the draft has."""
-    count, mask_token_id = network.config.num_drafts(network.config.block_size), network.config.mask_token_id
-    state = Denoising(anchors.numel(), count, mask_token_id, anchors.device)
-    first = reading.tokens.gather(1, anchors + 1).flatten()
-    memory = memory_before(network, reading, anchors)
-
-    def predicted() -> Block:
-        blocks = _blocks(reading, anchors, state.inputs.view(*anchors.shape, count))
-        whole = read_blocks(network, context, anchors, blocks).flatten(0, 1)
-        return network.block(whole, first, memory)
-
-    if not network.config.takes_steps:
-        return network.block_head.begin(predicted()).best().view(*anchors.shape, count)
-    for keep in keep_counts(count, network.config.num_denoising_steps):
-        network.block_head.denoise(state, predicted(), keep)
-    return state.tokens.view(*anchors.shape, count)

@@ -1,40 +1,34 @@
 """What follows the parallel prediction of a block. A variant of DFlash is one file of this folder, which has
 
+    its module, a [`BlockHead`], with how tokens follow each other in it, a [`Walk`];
     a record of its sizes, a [`HeadConfig`], which also knows its part of a checkpoint;
-    its module, a [`BlockHead`], and how tokens follow each other in it, a [`Walk`];
     a recipe, if it can be trained, which adds its loss to that of the tokens.
 
 The classes here are plain DFlash: the tokens of a block do not depend on each other. `formats.HEADS` lists all
 variants.
 
-Shapes: R rows, T positions of a block, K of them that predict what is drafted, h hidden size, U vocabulary of the
-draft, V that of the target.
+Shapes: R rows, h hidden size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
 
 from ....checkpoints.format import is_marked
-from ....checkpoints.schema import FLAG, Key, Tensor, count_up_to
-from ....drafting.draw import DepthLimits, Draw, SteeredDraw
-from ....drafting.growth import DraftNodes, DynamicTree, Positions, allowed_first
-from ....drafting.prefixes import Lattice, best_candidates
+from ....checkpoints.header import unwrapped
+from ....checkpoints.schema import FLAG, Key, Kind, Tensor, count_up_to
 from ....drafting.state import Entries
-from ....drafts import TokenTree
-from ....kernels.best import best_tokens
-from ....logits.grammar.masks import GrowingMasks
-from .denoising import Denoising
+from .walks import Block, Memory, Walk
 
 
 if TYPE_CHECKING:
     from ..formats import DFlashReader
-    from ..network import DFlashConfig, DFlashNetwork
+    from ..network import DFlashConfig
 
 
 # Tokens of a block, and forwards for one: published drafts have 16. Each token of a block has logits over the whole
@@ -53,82 +47,19 @@ def projector(kind: str) -> tuple[str, ...]:
     return f"dflash_config.projector_type={kind}", f"projector_type={kind}"
 
 
-# What a head remembers of the text, by name; each `(R, ...)`.
-Memory = dict[str, torch.Tensor]
-
-
-class Block(NamedTuple):
-    """Predictions of one forward."""
-
-    network: DFlashNetwork
-    anchors: torch.LongTensor  # (R,), first tokens of the blocks
-    output: torch.Tensor  # (R, K, h), of the network at the first K positions that predict
-    logits: torch.Tensor  # (R, K, U), of the draft there
-    whole: torch.Tensor  # (R, T, h), output of the network at all positions
-    memory: Memory  # what the head remembers of the text, see `BlockHead`
-    grammar: Callable[[], GrowingMasks] | None = None  # begins the masks of the rows' grammars, after the anchors
-
-    def allowed_first(
-        self, logits: torch.Tensor, settled: torch.BoolTensor | None = None, tokens: torch.LongTensor | None = None
-    ) -> torch.Tensor:
-        """Logits `(R, K, U)`, with [`~drafting.growth.allowed_first`] where there is a grammar."""
-        if self.grammar is None:
-            return logits
-        return allowed_first(logits, self.grammar(), self.network.token_ids, settled, tokens)
-
-
-class Walk(Positions):
-    """A way through the positions of a block; here their tokens do not depend on each other."""
-
-    is_independent: ClassVar[bool] = True
-
-    def __init__(self, block: Block):
-        super().__init__(block.logits)
-        self.block = block
-        self.head: Any = block.network.block_head
-
-    def best(self) -> torch.LongTensor:
-        """The best tokens `(R, K)`, each after those before it, in the target's ids."""
-        return self.block.network.target_ids(best_tokens(self.block.logits))
-
-    def lattice(self, count: int) -> Lattice:
-        """Up to `count` candidates of each position, for trees of the most probable prefixes."""
-        return best_candidates(self.block.logits, count, self.block.network.token_ids)
-
-    def draft(self, plan: TokenTree | DynamicTree, limits: DepthLimits, draw: Draw) -> DraftNodes:
-        """A chain, or where a grammar is in force a tree that grows level by level."""
-        if draw.is_plain:
-            return DraftNodes(self.best()[:, : limits.deepest])
-        if self.is_independent and isinstance(draw, SteeredDraw) and not draw.reads_tokens:
-            return DraftNodes(draw.choose_at_once(self.block.logits[:, : limits.deepest]), probs=draw.all_probs)
-        return self.grow(plan, self.block.anchors, limits, draw)
-
-
-class CorrectedWalk(Walk):
-    """A walk whose tokens change the logits of the positions after them, so that no tree can be searched."""
-
-    is_independent = False
-
-    def correction(self, tokens: torch.LongTensor) -> torch.Tensor | None:
-        """What is added to the logits of the position, `(R, U)`, after tokens `(R,)`; positions come in turn."""
-        raise NotImplementedError(f"{type(self).__name__} must implement correction().")
-
-    def logits(self, tokens: torch.LongTensor) -> torch.Tensor:
-        logits, added = self.block.logits[:, self.position, None], self.correction(tokens[:, 0])
-        return logits if added is None else logits + added[:, None]
-
-    def best(self) -> torch.LongTensor:
-        tokens = [self.block.anchors[:, None]]
-        for position in range(self.block.logits.shape[1]):
-            self.position = position
-            tokens.append(self.block.network.target_ids(best_tokens(self.logits(tokens[-1]))))
-        return torch.cat(tokens[1:], dim=1)
+def size_field(kind: Kind, size: str | None = None, default: Any = MISSING, also: str = "") -> Any:
+    """Declares a size of a variant that configs state: a field, and what [`Key`] says of it but for its name."""
+    return field(default=default, metadata={"key": Key(also, kind, None if default is MISSING else default, size)})
 
 
 class BlockHead(nn.Module):
     """The weights of a variant, which have the names of the published files, see [`HeadConfig`]."""
 
-    walk_class: ClassVar[type[Walk]] = Walk
+    walk_class: type[Walk] = Walk
+
+    def __init__(self, config: DFlashConfig, sizes: Any):
+        super().__init__()
+        self.sizes = sizes
 
     def begin_text(self, prompts: torch.LongTensor, device: torch.device) -> Memory:
         """What is kept of prompts `(R, L)` from one draft to the next."""
@@ -146,14 +77,12 @@ class BlockHead(nn.Module):
         """Begins to choose the tokens of a block."""
         return self.walk_class(block)
 
-    def denoise(self, state: Denoising, block: Block, keep: int) -> None:
-        """One of several denoising steps by a block's predictions, see [`Denoising.update`]."""
-        state.update(block.allowed_first(block.logits, state.settled, state.tokens), keep, block.network.token_ids)
-
 
 @dataclass(frozen=True)
 class HeadConfig:
     """Sizes of a variant, what drafting has to know of it, and its part of a checkpoint."""
+
+    head_class: ClassVar[type[BlockHead]] = BlockHead
 
     # Drafting
     draws: ClassVar[bool] = True  # its tokens have distributions, so that they can be drawn
@@ -178,12 +107,12 @@ class HeadConfig:
     marks: ClassVar[tuple[str, ...]] = ()  # of its configs, see `checkpoints.format`
     excludes: ClassVar[tuple[str, ...]] = ()  # of "predicts_next", "has_own_vocabulary": what no published one has
     looks_ahead_in_windows: ClassVar[bool] = False  # of layers, where files of speculators do not say otherwise
-    keys: ClassVar[tuple[Key, ...]] = (
+    keys: ClassVar[tuple[Key, ...]] = (  # beside those of its sizes
         Key("block_size", BLOCK, 16),
         Key("sample_from_anchor", FLAG),
         Key("shift_label", FLAG, False),
     )
-    prefix: ClassVar[str] = ""  # of the keys of its sizes
+    prefix: ClassVar[str] = ""  # of the keys of its sizes, and of the options that name them in training
     block_size_key: ClassVar[str] = "block_size"
     notes: ClassVar[str] = ""  # keys that change nothing
     table: ClassVar[tuple[Tensor, ...]] = ()  # by the names of its module
@@ -193,9 +122,11 @@ class HeadConfig:
     token_tables: ClassVar[tuple[str, ...]] = ()  # tensors with a row for every token
     formats: ClassVar[tuple[FormatRow, ...]] = ()
 
-    def module(self, config: DFlashConfig) -> BlockHead:
-        """The head of a draft with these sizes, of random weights."""
-        return BlockHead()
+    @classmethod
+    def all_keys(cls) -> tuple[Key, ...]:
+        """Rows of all its settings."""
+        sizes = [(item.name, item.metadata["key"]) for item in fields(cls) if item.metadata]
+        return (*cls.keys, *(key._replace(names=f"{cls.prefix}{name} {key.names}") for name, key in sizes))
 
     @classmethod
     def name_in_file(cls, name: str) -> str:
@@ -214,7 +145,9 @@ class HeadConfig:
     @classmethod
     def is_there(cls, reader: DFlashReader) -> bool:
         """True where config or tensors speak of it."""
-        return cls.is_named(reader) or reader.has_tensors(*cls.names, *cls.spellings)
+        beginnings, sizes = (*cls.names, *cls.spellings), [cls.prefix + item.name for item in fields(cls)]
+        has_tensors = any(unwrapped(name).startswith(beginnings) for name in reader.stored.values())
+        return has_tensors or cls.is_named(reader) or any(map(reader.stated, sizes if cls.prefix else ()))
 
     @classmethod
     def predicts_next(cls, reader: DFlashReader) -> bool:

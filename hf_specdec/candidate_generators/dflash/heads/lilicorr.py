@@ -15,7 +15,7 @@ Shapes: R rows, K positions, k candidates of each, h hidden size, D that of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -31,8 +31,8 @@ from ....training.reading import IGNORED, check_plain_head
 from ....training.recipe import sum_over_chunks
 from .. import LiLiCorrTraining
 from ..recipe import Blocks, DFlashRecipe, memory_before
-from . import Block, BlockHead, FormatRow, HeadConfig, Memory, projector
-from .candidates import CandidateWalk, best_tokens_of
+from . import BlockHead, FormatRow, HeadConfig, projector, size_field
+from .walks import Block, CandidateWalk, Memory, best_tokens_of
 
 
 if TYPE_CHECKING:
@@ -43,94 +43,13 @@ if TYPE_CHECKING:
 # Features of a candidate beside its embedding: see `LiLiCorrHead._features`.
 _NUM_FEATURES = 5
 
-_PREFIX = "lilicorr_"
-
-
-@dataclass(frozen=True)
-class LiLiCorrConfig(HeadConfig):
-    """Sizes of the lattice, named as in its configs without their `lilicorr_`."""
-
-    hidden_size: int  # D
-    candidate_topk: int  # k
-    num_layers: int
-    num_heads: int
-    mlp_size: int
-    factor_dim: int  # size of the vectors whose products are the scores
-    vector_eps: float = 1e-6  # least norm that such a vector is divided by
-    logit_scale: float = 1.0  # factor of the scores
-
-    takes_steps = False
-    chooses_together = True
-    kind = "a LiLiCorr draft"
-    what = "LiLiCorr's lattice"
-    architecture = "LiLiCorrDraftModel"
-    kinds: ClassVar[tuple[str, ...]] = ("lilicorr",)
-    marks: ClassVar[tuple[str, ...]] = ("architectures=.*LiLiCorr.*",)
-    excludes: ClassVar[tuple[str, ...]] = ("predicts_next", "has_own_vocabulary")
-    keys: ClassVar[tuple[Key, ...]] = (
-        Key("lilicorr_hidden_size", COUNT, size="l"),
-        Key("lilicorr_candidate_topk", count_up_to(256), size="c"),
-        Key("lilicorr_num_layers", COUNT, size="lattice_layer"),
-        Key("lilicorr_num_heads", COUNT, size="a"),
-        Key("lilicorr_factor_dim", COUNT, size="o"),
-        Key("lilicorr_vector_eps", POSITIVE, 1e-6),
-        Key("lilicorr_logit_scale", POSITIVE),
-        Key("lilicorr_enabled", FLAG),
-    )
-    table: ClassVar[tuple[Tensor, ...]] = (
-        Tensor("rank_embedding", "* * * c l", kind),
-        Tensor("slot_embedding", "* * p * l", kind),
-        Tensor("pass_hidden_proj.weight", "l h", kind),
-        Tensor("relative_slot_bias", "a *", kind),
-        Tensor("out_head.weight", "o l", kind),
-        Tensor("layers.{lattice_layer}.mlp.up_proj.weight", "u l", needed=False),
-    )
-    notes = "lilicorr_mlp_ratio"
-    names: ClassVar[Mapping[str, str]] = {"lilicorr.": ""}
-    formats: ClassVar[tuple[FormatRow, ...]] = (
-        ("lilicorr", "ModelOpt, hf_specdec", (*marks, *projector("lilicorr")), ("lilicorr.",)),
-    )
-
-    def module(self, config: DFlashConfig) -> LiLiCorrHead:
-        return LiLiCorrHead(config, self)
-
-    @classmethod
-    def is_there(cls, reader: DFlashReader) -> bool:
-        if reader.setting(f"{_PREFIX}enabled") is False:
-            return False
-        return super().is_there(reader) or any(key.startswith(_PREFIX) for place in reader.places for key in place)
-
-    @classmethod
-    def read(cls, reader: DFlashReader) -> LiLiCorrConfig:
-        sizes = reader.sizes
-        if sizes["p"] != reader.block_size - 1:
-            raise reader.wrong(
-                f"has a `slot_embedding` of {sizes['p']} positions, which does not fit blocks of {reader.block_size} "
-                "tokens",
-                "Pass an intact checkpoint.",
-            )
-        if not sizes["a"] or sizes["l"] % sizes["a"]:
-            raise reader.wrong(
-                f"has {sizes['a']} heads in a lattice of {sizes['l']}, which they do not divide",
-                "Pass an intact checkpoint.",
-            )
-        stated = (item.name for item in fields(cls) if item.name != "mlp_size")
-        values = {name: reader.value(_PREFIX + name) for name in stated}
-        return cls(mlp_size=sizes.get("u", sizes["l"]), **values)
-
-    def entries(self, config: DFlashConfig) -> dict[str, Any]:
-        sizes = asdict(self) | {"mlp_ratio": self.mlp_size / self.hidden_size, "enabled": True}
-        entries = {_PREFIX + name: value for name, value in sizes.items() if name != "mlp_size"}
-        return {"projector_type": "lilicorr", **entries}
-
 
 class LiLiCorrHead(BlockHead):
     """Scores of candidates after each other."""
 
     def __init__(self, config: DFlashConfig, sizes: LiLiCorrConfig):
-        super().__init__()
+        super().__init__(config, sizes)
         size, slots, epsilon = sizes.hidden_size, config.block_size - 1, config.rms_norm_eps
-        self.sizes = sizes
         is_wide = size != config.hidden_size
         self.token_proj: nn.Linear | None = nn.Linear(config.hidden_size, size) if is_wide else None
         self.pass_hidden_proj: nn.Linear = nn.Linear(config.hidden_size, size)
@@ -229,12 +148,78 @@ class LatticeLayer(nn.Module):
         return states + self.mlp(self.mlp_norm(states))
 
 
+@dataclass(frozen=True)
+class LiLiCorrConfig(HeadConfig):
+    """Sizes of the lattice, named as in its configs without their `lilicorr_`."""
+
+    hidden_size: int = size_field(COUNT, "l")  # D
+    candidate_topk: int = size_field(count_up_to(256), "c")  # k
+    num_layers: int = size_field(COUNT, "lattice_layer")
+    num_heads: int = size_field(COUNT, "a")
+    mlp_size: int = size_field(COUNT, "u")
+    factor_dim: int = size_field(COUNT, "o")  # size of the vectors whose products are the scores
+    logit_scale: float = size_field(POSITIVE)  # factor of the scores
+    vector_eps: float = size_field(POSITIVE, default=1e-6)  # least norm that such a vector is divided by
+
+    head_class: ClassVar[type[BlockHead]] = LiLiCorrHead
+    takes_steps = False
+    chooses_together = True
+    kind = "a LiLiCorr draft"
+    what = "LiLiCorr's lattice"
+    architecture = "LiLiCorrDraftModel"
+    kinds: ClassVar[tuple[str, ...]] = ("lilicorr",)
+    marks: ClassVar[tuple[str, ...]] = ("architectures=.*LiLiCorr.*",)
+    excludes: ClassVar[tuple[str, ...]] = ("predicts_next", "has_own_vocabulary")
+    keys: ClassVar[tuple[Key, ...]] = (Key("lilicorr_enabled", FLAG),)
+    table: ClassVar[tuple[Tensor, ...]] = (
+        Tensor("rank_embedding", "* * * c l", kind),
+        Tensor("slot_embedding", "* * p * l", kind),
+        Tensor("pass_hidden_proj.weight", "l h", kind),
+        Tensor("relative_slot_bias", "a *", kind),
+        Tensor("out_head.weight", "o l", kind),
+        Tensor("layers.{lattice_layer}.mlp.up_proj.weight", "u l", needed=False),
+    )
+    prefix = "lilicorr_"
+    notes = "lilicorr_mlp_ratio"
+    names: ClassVar[Mapping[str, str]] = {"lilicorr.": ""}
+    formats: ClassVar[tuple[FormatRow, ...]] = (
+        ("lilicorr", "ModelOpt, hf_specdec", (*marks, *projector("lilicorr")), ("lilicorr.",)),
+    )
+
+    @classmethod
+    def is_there(cls, reader: DFlashReader) -> bool:
+        return reader.setting("lilicorr_enabled") is not False and super().is_there(reader)
+
+    @classmethod
+    def read(cls, reader: DFlashReader) -> LiLiCorrConfig:
+        sizes = reader.sizes
+        if sizes["p"] != reader.block_size - 1:
+            raise reader.wrong(
+                f"has a `slot_embedding` of {sizes['p']} positions, which does not fit blocks of {reader.block_size} "
+                "tokens",
+                "Pass an intact checkpoint.",
+            )
+        if not sizes["a"] or sizes["l"] % sizes["a"]:
+            raise reader.wrong(
+                f"has {sizes['a']} heads in a lattice of {sizes['l']}, which they do not divide",
+                "Pass an intact checkpoint.",
+            )
+        return super().read(reader)
+
+    def entries(self, config: DFlashConfig) -> dict[str, Any]:
+        entries = {"projector_type": "lilicorr", **super().entries(config), "lilicorr_enabled": True}
+        entries["lilicorr_mlp_ratio"] = entries.pop("lilicorr_mlp_size") / self.hidden_size
+        return entries
+
+
 class LiLiCorrRecipe(LiLiCorrTraining, DFlashRecipe):
     """A LiLiCorr draft, whose lattice learns beside the tokens, and through their probabilities the layers with it
     (arXiv:2608.20530). A place counts as long as it and all before it have the text's token among their candidates.
     The loss there is, over the candidates after the right one before them, the cross-entropy of the right one, and the
     expected logit by which the target prefers the right one to what is chosen, as far as it does.
     """
+
+    head_config: ClassVar[type[HeadConfig]] = LiLiCorrConfig
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -254,27 +239,14 @@ class LiLiCorrRecipe(LiLiCorrTraining, DFlashRecipe):
             check_plain_head(target, "`rejection_weight`")
 
     @property
-    def head(self) -> LiLiCorrConfig:
-        return LiLiCorrConfig(
-            hidden_size=self.lilicorr_hidden_size,
-            candidate_topk=self.lilicorr_candidate_topk,
-            num_layers=self.lilicorr_num_layers,
-            num_heads=self.lilicorr_num_heads,
-            mlp_size=2 * self.lilicorr_hidden_size,
-            factor_dim=self.lilicorr_factor_dim,
-            logit_scale=self.lilicorr_logit_scale,
-        )
+    def lilicorr_mlp_size(self) -> int:
+        return 2 * self.lilicorr_hidden_size
 
     def further_loss(self, network: DFlashNetwork, blocks: Blocks) -> torch.Tensor:
-        reading, anchors = blocks.reading, blocks.anchors
-        rows, _ = counting = (blocks.labels[..., 0] != IGNORED).nonzero(as_tuple=True)
-        begins = anchors[counting]
-        first = reading.tokens[rows, begins + 1]
-        whole, labels = blocks.whole[counting], blocks.labels[counting]
-        context = memory_before(network, reading, anchors)["context"].view(*anchors.shape, -1)[counting]
-        places = rows[:, None] * reading.tokens.shape[1] + begins[:, None] + 1
-        # Past the end of a row nothing counts.
-        places = (places + torch.arange(labels.shape[1], device=rows.device)).clamp(max=reading.tokens.numel() - 1)
+        reading, anchors, is_read = blocks.reading, blocks.anchors, blocks.labels[..., 0] != IGNORED
+        context = memory_before(network, reading, anchors)["context"].view(*anchors.shape, -1)[is_read]
+        whole, labels, places = (part[is_read] for part in (blocks.whole, blocks.labels, blocks.places))
+        first = blocks.before[..., 0][is_read]
 
         def chunk_losses(part: slice) -> torch.Tensor:
             block = network.block(whole[part], first[part], {"context": context[part]})
@@ -291,5 +263,5 @@ class LiLiCorrRecipe(LiLiCorrTraining, DFlashRecipe):
                 losses = losses + self.rejection_weight * (log_probs.exp() * rejected).sum(-1)
             return torch.stack(((counts * losses).sum(), counts.sum()))
 
-        loss, count = sum_over_chunks(chunk_losses, len(rows), labels.shape[1] * network.config.draft_vocab_size)
+        loss, count = sum_over_chunks(chunk_losses, len(first), labels.shape[1] * network.config.draft_vocab_size)
         return loss / count.clamp(min=1)

@@ -27,7 +27,8 @@ from torch import nn
 
 from ....checkpoints.schema import FLAG, INDEX, Key, Tensor, keys
 from ....errors import shown
-from . import HEAD, Block, BlockHead, CorrectedWalk, FormatRow, HeadConfig, Walk
+from . import HEAD, BlockHead, FormatRow, HeadConfig, size_field
+from .walks import Block, CorrectedWalk, Walk
 
 
 if TYPE_CHECKING:
@@ -41,25 +42,63 @@ _TABLE = f"{HEAD}markov_w1.weight"
 _TYPES = {"gated": "gate_proj", "rnn": "joint_proj"}
 
 
+class MarkovHead(BlockHead):
+    """The corrections, and the confidence head."""
+
+    def __init__(self, config: DFlashConfig, sizes: MarkovConfig):
+        super().__init__(config, sizes)
+        rank, size = sizes.rank, config.hidden_size
+        if rank:
+            self.markov_w1: nn.Embedding = nn.Embedding(config.vocab_size, rank)
+            self.markov_w2: nn.Linear = nn.Linear(rank, config.draft_vocab_size, bias=False)
+        if sizes.type == "gated":
+            self.gate_proj: nn.Linear = nn.Linear(size + rank, rank)
+        if sizes.type == "rnn":
+            self.joint_proj: nn.Linear = nn.Linear(2 * rank + size, 3 * rank)
+        if sizes.has_confidence:
+            width = size + rank if sizes.confidence_with_markov else size
+            self.confidence_head: nn.ModuleDict = nn.ModuleDict({"proj": nn.Linear(width, 1)})
+
+    def begin(self, block: Block) -> Walk:
+        return (CorrectedWalk if self.sizes.rank else Walk)(block)
+
+    def correction(self, walk: CorrectedWalk, tokens: torch.LongTensor) -> torch.Tensor:
+        output, row = walk.block.output[:, walk.position], self.markov_w1(tokens)
+        if self.sizes.type == "gated":
+            row = self.gate_proj(torch.cat((output, row), dim=-1)).sigmoid() * row
+        if self.sizes.type == "rnn":
+            state = torch.zeros_like(row) if walk.state is None else walk.state
+            gate, candidate, row = self.joint_proj(torch.cat((state, row, output), dim=-1)).chunk(3, dim=-1)
+            walk.state, row = torch.lerp(candidate.tanh(), state, gate.sigmoid()), row.tanh()
+        return self.markov_w2(row)
+
+    def confidence_logits(self, block: Block, tokens: torch.LongTensor) -> torch.Tensor:
+        """Log-odds `(R, n)` that tokens `(R, n)` are accepted once those before are."""
+        read = block.output[:, : tokens.shape[1]]
+        if self.sizes.confidence_with_markov:
+            before = torch.cat((block.anchors[:, None], tokens[:, :-1]), dim=1)
+            read = torch.cat((read, self.markov_w1(before)), dim=-1)
+        return self.confidence_head["proj"](read)[..., 0].float()
+
+
 @dataclass(frozen=True)
 class MarkovConfig(HeadConfig):
     """Sizes of DSpark's heads."""
 
-    rank: int = 0  # of the table of corrections by the token before; 0: there are none
+    rank: int = size_field(INDEX, default=0)  # of the table of corrections by the token before; 0: there are none
     type: str = "vanilla"  # "vanilla", "gated" or "rnn"
     has_confidence: bool = False
     confidence_with_markov: bool = False  # the confidence head reads the row of the table, too
 
+    head_class: ClassVar[type[BlockHead]] = MarkovHead
     takes_steps = False
     kind = "a DSpark draft"
     what = "a Markov head"
     kinds: ClassVar[tuple[str, ...]] = ("dspark",)
     architecture = "Qwen3DSparkModel"
     marks: ClassVar[tuple[str, ...]] = ("architectures=.*DSpark.*",)
-    keys: ClassVar[tuple[Key, ...]] = (
-        Key("markov_rank", INDEX, 0),
-        *keys("enable_confidence_head confidence_head_with_markov", FLAG),
-    )
+    keys: ClassVar[tuple[Key, ...]] = keys("enable_confidence_head confidence_head_with_markov", FLAG)
+    prefix = "markov_"
     notes = "markov_head_type *confidence_head* dspark_target_layer_ids"
     names: ClassVar[Mapping[str, str]] = {"confidence_head.": "confidence_head.", "markov_head.": ""}
     # A head that the config switches off.
@@ -80,13 +119,6 @@ class MarkovConfig(HeadConfig):
     def grows_trees(self) -> bool:
         return not self.rank
 
-    def module(self, config: DFlashConfig) -> MarkovHead:
-        return MarkovHead(config, self)
-
-    @classmethod
-    def is_there(cls, reader: DFlashReader) -> bool:
-        return super().is_there(reader) or bool(reader.setting("markov_rank"))
-
     @classmethod
     def predicts_next(cls, reader: DFlashReader) -> bool:
         stated = reader.setting("sample_from_anchor")
@@ -96,7 +128,7 @@ class MarkovConfig(HeadConfig):
     def read(cls, reader: DFlashReader) -> MarkovConfig:
         if reader.setting("markov_rank"):
             reader.require([_TABLE], "its Markov head")
-        rank = reader.sizes.get("r", 0)
+        rank, width, size = (reader.sizes.get(symbol, 0) for symbol in "rch")
         kind = next((kind for kind, name in _TYPES.items() if f"{HEAD}{name}.weight" in reader.stored), "vanilla")
         # Where there is none, some configs say so by `false` or 0.
         stated = reader.stated("markov_head_type") or kind
@@ -106,7 +138,6 @@ class MarkovConfig(HeadConfig):
                 f"'{kind}'",
                 "Pass an intact checkpoint.",
             )
-        width, size = reader.sizes.get("c", 0), reader.sizes["h"]
         if not width or reader.setting("enable_confidence_head") is False:
             return cls(rank, kind)
         with_markov = width != size
@@ -132,54 +163,3 @@ class MarkovConfig(HeadConfig):
     def placed(self, config: DFlashConfig, common: dict[str, Any], inner: dict[str, Any]) -> dict[str, Any]:
         # All at the top, as DeepSpec writes it.
         return {"architectures": [self.architecture], **common, **inner, **self.entries(config)}
-
-
-class MarkovHead(BlockHead):
-    """The corrections, and the confidence head."""
-
-    def __init__(self, config: DFlashConfig, sizes: MarkovConfig):
-        super().__init__()
-        self.sizes = sizes
-        rank, size = sizes.rank, config.hidden_size
-        if rank:
-            self.markov_w1: nn.Embedding = nn.Embedding(config.vocab_size, rank)
-            self.markov_w2: nn.Linear = nn.Linear(rank, config.draft_vocab_size, bias=False)
-        if sizes.type == "gated":
-            self.gate_proj: nn.Linear = nn.Linear(size + rank, rank)
-        if sizes.type == "rnn":
-            self.joint_proj: nn.Linear = nn.Linear(2 * rank + size, 3 * rank)
-        if sizes.has_confidence:
-            width = size + rank if sizes.confidence_with_markov else size
-            self.confidence_head: nn.ModuleDict = nn.ModuleDict({"proj": nn.Linear(width, 1)})
-
-    def begin(self, block: Block) -> Walk:
-        return (MarkovWalk if self.sizes.rank else RatedWalk)(block)
-
-
-class RatedWalk(Walk):
-    """A walk with what the confidence head foresees, where there is one."""
-
-    def confidence_logits(self, tokens: torch.LongTensor) -> torch.Tensor:
-        """Log-odds `(R, n)` that tokens `(R, n)` are accepted once those before are."""
-        read = self.block.output[:, : tokens.shape[1]]
-        if self.head.sizes.confidence_with_markov:
-            before = torch.cat((self.block.anchors[:, None], tokens[:, :-1]), dim=1)
-            read = torch.cat((read, self.head.markov_w1(before)), dim=-1)
-        return self.head.confidence_head["proj"](read)[..., 0].float()
-
-
-class MarkovWalk(RatedWalk, CorrectedWalk):
-    """A walk with corrections by the token before, or by all of them."""
-
-    _state: torch.Tensor | None = None  # (R, r)
-
-    def correction(self, tokens: torch.LongTensor) -> torch.Tensor:
-        head, output = self.head, self.block.output[:, self.position]
-        row = head.markov_w1(tokens)
-        if head.sizes.type == "gated":
-            row = head.gate_proj(torch.cat((output, row), dim=-1)).sigmoid() * row
-        if head.sizes.type == "rnn":
-            state = torch.zeros_like(row) if self._state is None else self._state
-            gate, candidate, row = head.joint_proj(torch.cat((state, row, output), dim=-1)).chunk(3, dim=-1)
-            self._state, row = torch.lerp(candidate.tanh(), state, gate.sigmoid()), row.tanh()
-        return head.markov_w2(row)

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ....checkpoints.schema import COUNT, Key, Tensor, count_up_to
+from ....checkpoints.schema import COUNT, Tensor, count_up_to
 from ....errors import SpecConfigError
 from ....target_facts import hidden_size
 from ....training.recipe import sum_over_chunks
 from .. import DFlash2Training
 from ..recipe import Blocks, DFlashRecipe
-from . import Block, BlockHead, FormatRow, HeadConfig, Walk
-from .candidates import CandidateWalk, best_tokens_of
-from .denoising import Denoising
+from . import BlockHead, FormatRow, HeadConfig, size_field
+from .walks import Block, CandidateWalk, Walk, best_tokens_of
 
 
 if TYPE_CHECKING:
@@ -34,90 +33,31 @@ if TYPE_CHECKING:
     from ..network import DFlashConfig, DFlashNetwork
 
 
-# Candidates of a position where a config of speculators leaves them out.
-_SPECULATORS_TOP_K = 16
-
 _CODEBOOKS = ("predecessor_codebook", "successor_codebook")
 _SHOWN = ("candidate_selector.",)
-
-
-@dataclass(frozen=True)
-class SelectorConfig(HeadConfig):
-    """Sizes of the selector, named as in its configs."""
-
-    selector_rank: int  # r
-    selector_top_k: int  # k
-
-    suits_trees = True
-    takes_untrained_steps = False
-    # DFlash 2 was trained on transformers' states, of which the last one is normed.
-    reads_normed_states = True
-    has_own_scales = True
-    looks_ahead_in_windows = True
-    kind = "a DFlash 2 draft"
-    what = "a candidate selector"
-    architecture = "DFlash2DraftModel"
-    kinds: ClassVar[tuple[str, ...]] = ("dflash2",)
-    marks: ClassVar[tuple[str, ...]] = ("architectures=.*DFlash2.*",)
-    excludes: ClassVar[tuple[str, ...]] = ("predicts_next", "has_own_vocabulary")
-    keys: ClassVar[tuple[Key, ...]] = (Key("selector_rank", COUNT, size="s"), Key("selector_top_k", count_up_to(256)))
-    table: ClassVar[tuple[Tensor, ...]] = (
-        Tensor("(predecessor|successor)_codebook", "* s", kind),
-        Tensor("hidden_projection.weight", "s h", kind),
-    )
-    names: ClassVar[Mapping[str, str]] = {"candidate_selector.": ""}
-    spellings: ClassVar[Mapping[str, str]] = {f"candidate_selector.{name}.weight": name for name in _CODEBOOKS}
-    token_tables: ClassVar[tuple[str, ...]] = _CODEBOOKS
-    formats: ClassVar[tuple[FormatRow, ...]] = (
-        ("dflash2-speculators", "speculators", ("speculators_model_type=dflash2",), _SHOWN),
-        ("dflash2", "z-lab, inco, hf_specdec", marks, _SHOWN),
-    )
-
-    def module(self, config: DFlashConfig) -> CandidateSelector:
-        return CandidateSelector(config, self)
-
-    @classmethod
-    def is_there(cls, reader: DFlashReader) -> bool:
-        return super().is_there(reader) or any(map(reader.stated, ("selector_rank", "selector_top_k")))
-
-    @classmethod
-    def read(cls, reader: DFlashReader) -> SelectorConfig:
-        usual = _SPECULATORS_TOP_K if reader.is_speculators else None
-        return cls(reader.sizes["s"], reader.setting("selector_top_k") or usual or reader.value("selector_top_k"))
 
 
 class CandidateSelector(BlockHead):
     """Scores of candidates; a new one adds next to nothing to their logits."""
 
     def __init__(self, config: DFlashConfig, sizes: SelectorConfig):
-        super().__init__()
-        shape = config.vocab_size, sizes.selector_rank
-        self.top_k: int = sizes.selector_top_k
+        super().__init__(config, sizes)
+        shape = config.vocab_size, sizes.rank
         self.predecessor_codebook: nn.Parameter = nn.Parameter(torch.randn(shape))
         # Of zeros alone the other parts would learn nothing at first.
         self.successor_codebook: nn.Parameter = nn.Parameter(1e-3 * torch.randn(shape))
-        self.hidden_projection: nn.Linear = nn.Linear(config.hidden_size, sizes.selector_rank, bias=False)
+        self.hidden_projection: nn.Linear = nn.Linear(config.hidden_size, sizes.rank, bias=False)
 
     def begin(self, block: Block) -> Walk:
-        return self._walk(block) if block.grammar is None else MaskedSelection(block)
-
-    def _walk(self, block: Block, state: Denoising | None = None) -> CandidateWalk:
-        logits = block.logits
-        if state is not None:
-            logits = block.allowed_first(logits, state.settled, state.tokens)
-        values, tokens = best_tokens_of(logits, self.top_k)
-        if state is not None:
+        if block.grammar is not None:
+            return MaskedSelection(block)
+        values, tokens = best_tokens_of(block.logits, self.sizes.top_k)
+        if (known := block.known) is not None:
             # Whichever candidate is chosen where a token is known, it is this one.
-            tokens = torch.where(state.settled[..., None], state.tokens[..., None], tokens)
+            tokens = torch.where(known.settled[..., None], known.tokens[..., None], tokens)
         first = block.anchors[:, None, None].expand(-1, 1, tokens.shape[2])
         steps = self.scores(tokens, torch.cat((first, tokens[:, :-1]), dim=1), block.output)
         return CandidateWalk(block, tokens, values.float()[:, :, None] + steps)
-
-    def denoise(self, state: Denoising, block: Block, keep: int) -> None:
-        """A step whose predictions are a walk, which goes through the tokens that are known."""
-        walk = self._walk(block, state)
-        places = walk.places()
-        state.take(walk.tokens_at(places), keep, lambda: walk.probs_along(places))
 
     def scores(self, tokens: torch.LongTensor, before: torch.LongTensor, output: torch.Tensor) -> torch.FloatTensor:
         """Scores `(..., p, k)` of tokens `(..., k)` after other tokens `(..., p)`, by outputs `(..., h)`."""
@@ -145,9 +85,49 @@ class MaskedSelection(Walk):
     def logits(self, tokens: torch.LongTensor) -> torch.Tensor:
         """Logits `(R, F, V)` of the position after tokens `(R, F)`, -inf for all but the candidates of each."""
         masked, output = self._masks.apply(super().logits(tokens)), self.block.output[:, self.position]
-        values, candidates = best_tokens_of(masked, self.head.top_k)
+        values, candidates = best_tokens_of(masked, self.head.sizes.top_k)
         scores = values.float() + self.head.scores(candidates, tokens[..., None], output[:, None])[..., 0, :]
         return scores.new_full(masked.shape, -torch.inf).scatter_(-1, candidates, scores)
+
+
+@dataclass(frozen=True)
+class SelectorConfig(HeadConfig):
+    """Sizes of the selector, named as in its configs without their `selector_`."""
+
+    rank: int = size_field(COUNT, "s")  # r
+    top_k: int = size_field(count_up_to(256))  # k
+
+    head_class: ClassVar[type[BlockHead]] = CandidateSelector
+    suits_trees = True
+    takes_untrained_steps = False
+    # DFlash 2 was trained on transformers' states, of which the last one is normed.
+    reads_normed_states = True
+    has_own_scales = True
+    looks_ahead_in_windows = True
+    kind = "a DFlash 2 draft"
+    what = "a candidate selector"
+    architecture = "DFlash2DraftModel"
+    kinds: ClassVar[tuple[str, ...]] = ("dflash2",)
+    marks: ClassVar[tuple[str, ...]] = ("architectures=.*DFlash2.*",)
+    excludes: ClassVar[tuple[str, ...]] = ("predicts_next", "has_own_vocabulary")
+    table: ClassVar[tuple[Tensor, ...]] = (
+        Tensor("(predecessor|successor)_codebook", "* s", kind),
+        Tensor("hidden_projection.weight", "s h", kind),
+    )
+    prefix = "selector_"
+    names: ClassVar[Mapping[str, str]] = {"candidate_selector.": ""}
+    spellings: ClassVar[Mapping[str, str]] = {f"candidate_selector.{name}.weight": name for name in _CODEBOOKS}
+    token_tables: ClassVar[tuple[str, ...]] = _CODEBOOKS
+    formats: ClassVar[tuple[FormatRow, ...]] = (
+        ("dflash2-speculators", "speculators", ("speculators_model_type=dflash2",), _SHOWN),
+        ("dflash2", "z-lab, inco, hf_specdec", marks, _SHOWN),
+    )
+
+    @classmethod
+    def read(cls, reader: DFlashReader) -> SelectorConfig:
+        # Configs of speculators may leave it out.
+        usual = 16 if reader.is_speculators else None
+        return cls(reader.sizes["s"], reader.setting("selector_top_k") or usual or reader.value("selector_top_k"))
 
 
 class DFlash2Recipe(DFlash2Training, DFlashRecipe):
@@ -155,6 +135,8 @@ class DFlash2Recipe(DFlash2Training, DFlashRecipe):
     The selector learns beside the tokens, from the candidates after the text's own token, where the right one is among
     them.
     """
+
+    head_config: ClassVar[type[HeadConfig]] = SelectorConfig
 
     def check(self, target: PreTrainedModel) -> None:
         super().check(target)
@@ -165,22 +147,13 @@ class DFlash2Recipe(DFlash2Training, DFlashRecipe):
                 f"{self.conv_group_size}."
             )
 
-    @property
-    def head(self) -> SelectorConfig:
-        return SelectorConfig(self.selector_rank, self.selector_top_k)
-
-    @property
-    def further_parts(self) -> dict[str, Any]:
-        return {"conv_kernel_size": self.conv_kernel_size, "conv_group_size": self.conv_group_size}
-
     def further_loss(self, network: DFlashNetwork, blocks: Blocks) -> torch.Tensor:
-        selector, (rows, columns, masks) = network.block_head, blocks.counting
-        before = blocks.reading.tokens[rows, blocks.anchors[rows, columns] + 1 + masks]
-        output, labels = blocks.output[blocks.counting], blocks.labels[blocks.counting]
-        weights = self.head_decay**masks
+        selector, counting = network.block_head, blocks.counting
+        before, output, labels = (part[counting] for part in (blocks.before, blocks.output, blocks.labels))
+        weights = self.head_decay ** counting[2]
 
         def chunk_loss(part: slice) -> torch.Tensor:
-            values, tokens = best_tokens_of(network.logits(output[part]), selector.top_k)
+            values, tokens = best_tokens_of(network.logits(output[part]), self.selector_top_k)
             scores = values.float() + selector.scores(tokens, before[part, None], output[part])[:, 0]
             # Where none is right, nothing is learned.
             is_right = tokens == labels[part, None]

@@ -17,81 +17,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ....checkpoints.schema import COUNT, Key, Tensor
-from ....drafting.draw import DepthLimits, Draw
-from ....drafting.growth import DraftNodes, DynamicTree
 from ....drafting.state import Entries
-from ....drafts import TokenTree
 from ....kernels.best import best_tokens
 from ....layers.llama import GatedMLP
 from ....transfers import upload
-from . import BLOCK, BlockHead, FormatRow, HeadConfig, Memory, Walk
-
-
-if TYPE_CHECKING:
-    from ..network import DFlashConfig
+from ..network import DFlashConfig
+from . import BLOCK, BlockHead, FormatRow, HeadConfig, size_field
+from .walks import Memory, Walk
 
 
 _SHOWN = ("xpress_head.|refiner_head.",)
-
-
-@dataclass(frozen=True)
-class XPressConfig(HeadConfig):
-    """Sizes of the refinement, named as in its configs without their `xpress_`."""
-
-    rank: int  # r
-    mlp_hidden: int
-    num_passes: int = 6  # times that the tokens of a block are predicted anew
-
-    draws = False
-    grows_trees = False
-    takes_steps = False
-    chooses_together = True
-    needs_whole_block = True
-    kind = "an XPress draft"
-    what = "XPress's refinement"
-    architecture = "Qwen3XPressModel"
-    kinds: ClassVar[tuple[str, ...]] = ("xpress",)
-    marks: ClassVar[tuple[str, ...]] = ("architectures=.*XPress.*",)
-    excludes: ClassVar[tuple[str, ...]] = ("predicts_next",)
-    keys: ClassVar[tuple[Key, ...]] = (
-        Key("xpress_block_size block_size", BLOCK, 16, size="b"),
-        Key("xpress_num_passes num_jacobi_passes", BLOCK, 6),
-        Key("xpress_rank", COUNT, size="x"),
-        Key("xpress_mlp_hidden", COUNT, size="i"),
-    )
-    table: ClassVar[tuple[Tensor, ...]] = (
-        Tensor("w1.weight", "* x", kind),
-        Tensor("mix.L", "x b b", kind),
-        Tensor("mlp.up_proj.weight", "i x", kind),
-    )
-    notes = "xpress_mlp_ratio xpress_topc"
-    prefix = "xpress_"
-    block_size_key = "xpress_block_size"
-    names: ClassVar[Mapping[str, str]] = {"xpress_head.": ""}
-    # Those of speculators.
-    spellings: ClassVar[Mapping[str, str]] = {
-        "refiner_head.token_embed.": "w1.",
-        "refiner_head.readout.": "w2.",
-        "refiner_head.mix_l": "mix.L",
-        "refiner_head.mlp_gate.": "mlp.gate_proj.",
-        "refiner_head.mlp_up.": "mlp.up_proj.",
-        "refiner_head.mlp_down.": "mlp.down_proj.",
-        "refiner_head.": "",
-    }
-    token_tables: ClassVar[tuple[str, ...]] = ("w1.weight", "w2.weight")
-    formats: ClassVar[tuple[FormatRow, ...]] = (
-        ("xpress", "XPress, speculators, hf_specdec", (*marks, "speculators_model_type=xpress"), _SHOWN),
-    )
-
-    def module(self, config: DFlashConfig) -> XPressHead:
-        return XPressHead(config, self)
 
 
 class RefinedWalk(Walk):
@@ -100,7 +42,7 @@ class RefinedWalk(Walk):
     def best(self) -> torch.LongTensor:
         block, first = self.block, self.block.memory["tokens"]
         tokens = self._chosen(block.logits)
-        for _ in range(self.head.num_passes):
+        for _ in range(self.head.sizes.num_passes):
             added = self.head(block.whole, torch.cat((first, tokens[:, :-1]), dim=1))
             tokens = self._chosen(block.logits + added[:, 1:])
         return tokens
@@ -108,19 +50,15 @@ class RefinedWalk(Walk):
     def _chosen(self, logits: torch.Tensor) -> torch.LongTensor:
         return self.block.network.target_ids(best_tokens(self.block.allowed_first(logits)))
 
-    def draft(self, plan: TokenTree | DynamicTree, limits: DepthLimits, draw: Draw) -> DraftNodes:
-        return DraftNodes(self.best()[:, : limits.deepest])
-
 
 class XPressHead(BlockHead):
     """The network that refines; a new one changes nothing."""
 
-    walk_class: ClassVar[type[Walk]] = RefinedWalk
+    walk_class: type[Walk] = RefinedWalk
 
     def __init__(self, config: DFlashConfig, sizes: XPressConfig):
-        super().__init__()
+        super().__init__(config, sizes)
         size, rank, inner = config.hidden_size, sizes.rank, sizes.mlp_hidden
-        self.num_passes: int = sizes.num_passes
         self.w1: nn.Embedding = nn.Embedding(config.vocab_size, rank)
         self.down_h: nn.Linear = nn.Linear(size, rank, bias=False)
         self.down_g: nn.Linear = nn.Linear(size, rank, bias=False)
@@ -151,3 +89,49 @@ class XPressHead(BlockHead):
             first = upload(new.counts, tokens.device)[:, None]
             kept["tokens"] = tokens.gather(1, first + torch.arange(2, device=tokens.device))
         return kept
+
+
+@dataclass(frozen=True)
+class XPressConfig(HeadConfig):
+    """Sizes of the refinement, named as in its configs without their `xpress_`."""
+
+    rank: int = size_field(COUNT, "x")  # r
+    mlp_hidden: int = size_field(COUNT, "i")
+    num_passes: int = size_field(BLOCK, default=6, also="num_jacobi_passes")  # in which tokens are predicted anew
+
+    head_class: ClassVar[type[BlockHead]] = XPressHead
+    draws = False
+    grows_trees = False
+    takes_steps = False
+    chooses_together = True
+    needs_whole_block = True
+    kind = "an XPress draft"
+    what = "XPress's refinement"
+    architecture = "Qwen3XPressModel"
+    kinds: ClassVar[tuple[str, ...]] = ("xpress",)
+    marks: ClassVar[tuple[str, ...]] = ("architectures=.*XPress.*",)
+    excludes: ClassVar[tuple[str, ...]] = ("predicts_next",)
+    keys: ClassVar[tuple[Key, ...]] = (Key("xpress_block_size block_size", BLOCK, 16, size="b"),)
+    table: ClassVar[tuple[Tensor, ...]] = (
+        Tensor("w1.weight", "* x", kind),
+        Tensor("mix.L", "x b b", kind),
+        Tensor("mlp.up_proj.weight", "i x", kind),
+    )
+    notes = "xpress_mlp_ratio xpress_topc"
+    prefix = "xpress_"
+    block_size_key = "xpress_block_size"
+    names: ClassVar[Mapping[str, str]] = {"xpress_head.": ""}
+    # Those of speculators.
+    spellings: ClassVar[Mapping[str, str]] = {
+        "refiner_head.token_embed.": "w1.",
+        "refiner_head.readout.": "w2.",
+        "refiner_head.mix_l": "mix.L",
+        "refiner_head.mlp_gate.": "mlp.gate_proj.",
+        "refiner_head.mlp_up.": "mlp.up_proj.",
+        "refiner_head.mlp_down.": "mlp.down_proj.",
+        "refiner_head.": "",
+    }
+    token_tables: ClassVar[tuple[str, ...]] = ("w1.weight", "w2.weight")
+    formats: ClassVar[tuple[FormatRow, ...]] = (
+        ("xpress", "XPress, speculators, hf_specdec", (*marks, "speculators_model_type=xpress"), _SHOWN),
+    )

@@ -32,7 +32,7 @@ MOST_LINES = {
     "target": 4781,
     "logits": 1796,
     "drafting": 1533,
-    "candidate_generators": 11452,
+    "candidate_generators": 11188,
     "drafts": 654,
     "checkpoints": 2137,
     "control": 1215,

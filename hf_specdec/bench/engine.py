@@ -131,16 +131,13 @@ def _refusal(
     refusals = _REFUSALS if decoder.name.startswith(STOCK) else (SpecDecError, torch.OutOfMemoryError)
     try:
         time_call(model, batch, {**arguments, **decoder.arguments})
-    except torch.OutOfMemoryError as error:
-        torch.cuda.empty_cache()
-        return f"out of memory: {_first_line(error)}"
     except refusals as error:
-        return _first_line(error) or type(error).__name__
+        first_line = next(iter(str(error).splitlines()), "")
+        if isinstance(error, torch.OutOfMemoryError):
+            torch.cuda.empty_cache()
+            return f"out of memory: {first_line}"
+        return first_line or type(error).__name__
     return None
-
-
-def _first_line(error: BaseException) -> str:
-    return next(iter(str(error).splitlines()), "")
 
 
 def run_round(
@@ -193,14 +190,17 @@ def time_call(model: PreTrainedModel, batch: Batch, arguments: Mapping[str, Any]
     """Times one call."""
     clock = DeliveryClock()
     torch.manual_seed(seed)
-    before = _reset_memory(model)
+    is_on_gpu, before = model.device.type == "cuda", 0
+    if is_on_gpu:
+        torch.cuda.reset_peak_memory_stats(model.device)
+        before = torch.cuda.memory_allocated(model.device)
     with record(timings=True) as recorded:
         began = _now(model)
         sequences = generate(model, **batch.inputs, **arguments, max_new_tokens=batch.max_new_tokens, streamer=clock)
         seconds = _now(model) - began
     call = Call(_new_tokens(model, batch, sequences), seconds)
     call.first_token_seconds = clock.times[0] - began
-    if before is not None:
+    if is_on_gpu:
         call.memory_bytes = torch.cuda.max_memory_allocated(model.device) - before
     if recorded.calls:
         found = recorded.calls[0]
@@ -217,14 +217,6 @@ def greedy_texts(model: PreTrainedModel, batch: Batch, **arguments: Any) -> list
     """Generated tokens of each row of a batch; greedily, unless the arguments of `generate()` say otherwise."""
     arguments = {"do_sample": False, "max_new_tokens": batch.max_new_tokens, **arguments}
     return _new_tokens(model, batch, generate(model, **batch.inputs, **arguments))
-
-
-def _reset_memory(model: PreTrainedModel) -> int | None:
-    """Bytes in use; the peak begins there."""
-    if model.device.type != "cuda":
-        return None
-    torch.cuda.reset_peak_memory_stats(model.device)
-    return torch.cuda.memory_allocated(model.device)
 
 
 def _now(model: PreTrainedModel) -> float:
@@ -248,14 +240,3 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     if one == other:
         return None
     return next((i for i, (left, right) in enumerate(zip(one, other)) if left != right), min(len(one), len(other)))
-
-
-def find_differences(plain: Sequence[Call], other: Sequence[Call], batches: Sequence[Batch]) -> dict[str, int]:
-    """Prompts whose generated tokens differ, each with the index of the first generated token that does."""
-    differences = {}
-    for batch, expected, found in zip(batches, plain, other):
-        for name, right, tokens in zip(batch.names, expected.tokens, found.tokens):
-            index = first_difference(right, tokens)
-            if index is not None:
-                differences[name] = index
-    return differences

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from ..errors import counted
 from ..machine import describe_environment
 from ..method import NO_DRAFTS
 from .decoders import PLAIN, Decoder
-from .engine import Call, Measurement, Round, find_differences
+from .engine import Call, Measurement, Round, first_difference
 from .prompts import Batch
 
 
@@ -35,38 +35,35 @@ def make_report(
 ) -> dict[str, Any]:
     """Describes a measurement as plain JSON types, with what was `asked` and is `missing`, and the machine."""
     refused = [(None, missing), *found.refused.items()]
+    greedy, sizes = not sampling["do_sample"], [*found.batches]
+    # Every batch size has all of them.
+    prompts = {name: batch.kind for batch in found.batches[sizes[0]] for name in batch.names}
+    details = ", ".join(f"{key} {value}" for key, value in sampling.items() if key != "do_sample")
     return {
-        "rows": make_rows(model, decoders, found, greedy=not sampling["do_sample"]),
+        "rows": make_rows(model, decoders, found, greedy=greedy),
         # Ways that could not run, at which batch size (`None`: at all), and the reasons.
         "unavailable": [
             {"method": name, "batch_size": size, "reason": reason}
             for size, reasons in refused
             for name, reason in reasons.items()
         ],
-        "settings": {**asked, **_settings(found, sampling, seed)},
-        "environment": describe_environment(model.device, model.dtype),
-    }
-
-
-def _settings(found: Measurement, sampling: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Prompts, batch sizes, sampling and rounds."""
-    sizes = [*found.batches]
-    # Every batch size has all of them.
-    prompts = {name: batch.kind for batch in found.batches[sizes[0]] for name in batch.names}
-    details = ", ".join(f"{key} {value}" for key, value in sampling.items() if key != "do_sample")
-    return {
-        "prompts": prompts,
-        "batch_size": sizes[0] if len(sizes) == 1 else sizes,
-        "batch_sizes": sizes,
-        # Rows that repeat a prompt, to fill the batches of its kind.
-        "repeated_prompts": {
-            str(size): sum(len(batch.names) for batch in group) - len(prompts) for size, group in found.batches.items()
+        "settings": {
+            **asked,
+            "prompts": prompts,
+            "batch_size": sizes[0] if len(sizes) == 1 else sizes,
+            "batch_sizes": sizes,
+            # Rows that repeat a prompt, to fill the batches of its kind.
+            "repeated_prompts": {
+                str(size): sum(len(batch.names) for batch in group) - len(prompts)
+                for size, group in found.batches.items()
+            },
+            "decoding": "greedy" if greedy else f"sampled ({details})" if details else "sampled",
+            "sampling": sampling,
+            "seed": seed,
+            "rounds": len(found.rounds),
+            "interrupted": found.interrupted,
         },
-        "decoding": "greedy" if not sampling["do_sample"] else f"sampled ({details})" if details else "sampled",
-        "sampling": sampling,
-        "seed": seed,
-        "rounds": len(found.rounds),
-        "interrupted": found.interrupted,
+        "environment": describe_environment(model.device, model.dtype),
     }
 
 
@@ -83,24 +80,27 @@ def make_rows(
     rows = []
     for size, batches in found.batches.items():
         rounds = [one[size] for one in found.rounds]
+        # Greedy rounds repeat one text, which is no further evidence of acceptance.
+        with_texts = rounds[-1:] if greedy else rounds
+        kinds: dict[str, list[int]] = {}
+        for index, batch in enumerate(batches):
+            kinds.setdefault(batch.kind, []).append(index)
         for decoder in decoders:
-            if decoder.name in rounds[0]:
-                row = {"method": decoder.name, "batch_size": size, "settings": decoder.settings}
-                row |= _figures(rounds, decoder.name, range(len(batches)), greedy)
-                row |= _details(rounds, decoder.name, greedy)
-                row |= _same_texts(rounds, decoder.name, batches) if greedy else {"identical": None}
+            name = decoder.name
+            if name in rounds[0]:
+                row = {"method": name, "batch_size": size, "settings": decoder.settings}
+                row |= _figures(rounds, with_texts, name, range(len(batches)))
+                row |= _details(rounds, with_texts, name)
+                row |= _same_texts(rounds, name, batches) if greedy else {"identical": None}
                 row["draft_bytes"] = decoder.draft_bytes(model)
-                row["kinds"] = {
-                    kind: _figures(
-                        rounds, decoder.name, [i for i, one in enumerate(batches) if one.kind == kind], greedy
-                    )
-                    for kind in dict.fromkeys(batch.kind for batch in batches)
-                }
+                row["kinds"] = {kind: _figures(rounds, with_texts, name, places) for kind, places in kinds.items()}
                 rows.append(row)
     return rows
 
 
-def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy: bool) -> dict[str, Any]:
+def _figures(
+    rounds: Sequence[Round], with_texts: Sequence[Round], name: str, indices: Sequence[int]
+) -> dict[str, Any]:
     """Speed and acceptance over some batches."""
     speeds = [_tokens_per_second(one[name], indices) for one in rounds]
     # Of the same rounds: plain generation, and the loop without drafts, where that can run.
@@ -111,32 +111,29 @@ def _figures(rounds: Sequence[Round], name: str, indices: Sequence[int], greedy:
         if base in rounds[0]
     }
     calls = [one[name][index] for one in rounds for index in indices]
-    with_texts = _with_own_texts(rounds, greedy)
     texts = [one[name][index] for one in with_texts for index in indices]
     stats = [call.stats for call in texts if call.stats is not None]
     accepted = [one.num_accepted_tokens for one in stats]
     # On a GPU it is what the drafter has waited for.
     drafting = [(call.stats.draft_seconds, call.seconds) for call in calls if call.stats is not None]
     figures = {
-        "tokens_per_second": Figure.of(speeds),
-        **{key: Figure.of([a / b for a, b in zip(speeds, pace)]) for key, pace in paces.items()},
-        "first_token_seconds": Figure.of([call.first_token_seconds for call in calls]),
+        "tokens_per_second": speeds,
+        **{key: [a / b for a, b in zip(speeds, pace)] for key, pace in paces.items()},
+        "first_token_seconds": [call.first_token_seconds for call in calls],
     }
     return {
-        **{key: figure.value for key, figure in figures.items()},
+        **{key: float(np.median(values)) for key, values in figures.items()},
         "mean_acceptance_length": _acceptance_length(texts),
         # Among those that were compared, and among all; `None` where nothing is known of drafts.
         "acceptance_rate": pooled(accepted, [one.num_reached_tokens for one in stats]),
         "draft_acceptance_rate": pooled(accepted, [one.num_draft_tokens for one in stats]),
         "draft_share": pooled(*zip(*drafting)) if drafting else None,
         "num_tokens": sum(rounds[-1][name][index].num_tokens for index in indices),
-        "spread": {key: {"low": low, "high": high, "n": n} for key, (_, low, high, n) in figures.items()},
+        "spread": {
+            key: {"low": float(min(values)), "high": float(max(values)), "n": len(values)}
+            for key, values in figures.items()
+        },
     }
-
-
-def _with_own_texts(rounds: Sequence[Round], greedy: bool) -> Sequence[Round]:
-    """Rounds with texts of their own: greedy rounds repeat one text, which is no further evidence of acceptance."""
-    return rounds[-1:] if greedy else rounds
 
 
 def _tokens_per_second(calls: Sequence[Call], indices: Sequence[int]) -> float:
@@ -149,7 +146,7 @@ def _acceptance_length(calls: Sequence[Call]) -> float:
     return pooled([call.mean_acceptance_length * n for call, n in zip(calls, cycles)], cycles) or 1.0
 
 
-def _details(rounds: Sequence[Round], name: str, greedy: bool) -> dict[str, Any]:
+def _details(rounds: Sequence[Round], with_texts: Sequence[Round], name: str) -> dict[str, Any]:
     """Times of cycles, acceptance by position, and memory, over all batches."""
     calls = [call for one in rounds for call in one[name]]
     cycles = np.concatenate([call.cycle_seconds for call in calls])
@@ -158,9 +155,7 @@ def _details(rounds: Sequence[Round], name: str, greedy: bool) -> dict[str, Any]
     memory = [call.memory_bytes for call in calls if call.memory_bytes is not None]
     return {
         "cycle_seconds": None if not len(cycles) else {**percentiles, "n": len(cycles)},
-        "accepted_per_position": _accepted_per_position(
-            [call for one in _with_own_texts(rounds, greedy) for call in one[name]]
-        ),
+        "accepted_per_position": _accepted_per_position([call for one in with_texts for call in one[name]]),
         "peak_memory_bytes": max(memory, default=None),
         "is_lossless": all(one.is_lossless for one in stats),
         "notes": _distinct([note for one in stats for note in one.notes]),
@@ -191,29 +186,18 @@ def _same_texts(rounds: Sequence[Round], name: str, batches: Sequence[Batch]) ->
     differences: dict[str, int] = {}
     same = total = 0
     for one in rounds:
-        differences |= find_differences(one[PLAIN], one[name], batches)
-        for plain, other in zip(one[PLAIN], one[name]):
-            same += sum(tokens == right for tokens, right in zip(other.tokens, plain.tokens))
-            total += len(plain.tokens)
+        for batch, plain, other in zip(batches, one[PLAIN], one[name]):
+            for prompt, expected, tokens in zip(batch.names, plain.tokens, other.tokens):
+                index = first_difference(expected, tokens)
+                same, total = same + (index is None), total + 1
+                if index is not None:
+                    differences[prompt] = index
     return {
         "identical": same == total,
         "same_texts": same,
         "num_texts": total,
         "first_differences": differences,
     }
-
-
-class Figure(NamedTuple):
-    """The median of several values, with the smallest and the largest."""
-
-    value: float
-    low: float
-    high: float
-    n: int
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Figure:
-        return cls(float(np.median(values)), float(min(values)), float(max(values)), len(values))
 
 
 def pooled(numerators: Sequence[float], denominators: Sequence[float]) -> float | None:

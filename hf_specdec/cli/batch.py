@@ -11,34 +11,25 @@ import typer
 
 from ..errors import counted
 from . import options
-from .drafters import load_drafter, read_drafter
+from .drafters import Drafting, load_drafter
 from .output import EXIT_DIFFERENT, say, show
 from .target import Target, has_template
 
 
+@options.grouped
 def batch_command(
+    *,
     model: options.Model,
     input: Annotated[Path, typer.Argument(help="Requests: a file of JSON lines.", show_default=False)],
     output: Annotated[Path, typer.Option("--output", "-o", help="Results: JSON lines, too.", show_default=False)],
-    drafter: options.Drafter = None,
-    num_speculative_tokens: options.Length = None,
-    settings: options.Settings = None,
+    drafting: Drafting,
     batch_size: options.BatchSize = 8,
     max_tokens_in_flight: options.TokensInFlight = None,
     max_new_tokens: options.MaxNewTokens = 256,
     raw: options.Raw = False,
-    sample: options.Sample = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    trust_remote_code: options.Trust = False,
-    offline: options.Offline = False,
-    yes: options.Yes = False,
+    sampling: options.Sampling,
+    place: options.Place,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Generate for all prompts of a file.
 
@@ -47,27 +38,21 @@ def batch_command(
     torchrun or accelerate launch each process takes its share. A run that was stopped goes on with the same command.
     Exit code 1: some requests have failed.
     """
+    import torch
+
     from ..many.files import Output, Processes, read_requests
-
-    processes = Processes.of_environment()
-    target = Target(model, dtype, device, trust_remote_code, offline, yes)
-    sampling = options.sampling(sample, temperature, top_p, top_k)
-    requests, ids = read_requests(input)
-    results = Output(output)
-    spec = read_drafter(drafter or "auto", num_speculative_tokens, settings, target.drafters, offline)
-    if processes.size > 1 and device is None:
-        import torch
-
-        own = f"cuda:{processes.local_rank % torch.cuda.device_count()}" if torch.cuda.is_available() else None
-        target = replace(target, device=own)
-    # All have looked at what is there before anyone writes.
-    processes.wait()
-    from ..machine import num_threads
     from ..many.generate import generate_many
 
-    with num_threads(target.num_threads):
-        loaded, tokenizer = target.load()
-        drafting = load_drafter(loaded, spec)
+    processes, sampled = Processes.of_environment(), sampling.arguments()
+    requests, ids = read_requests(input)
+    results = Output(output)
+    if processes.size > 1 and place.device is None and torch.cuda.is_available():
+        place = replace(place, device=f"cuda:{processes.local_rank % torch.cuda.device_count()}")
+    target = Target(model, place)
+    spec = drafting.read(target)
+    # All have looked at what is there before anyone writes.
+    processes.wait()
+    with target.loaded() as (loaded, tokenizer):
         run = generate_many(
             loaded,
             [*map(_as_chat, requests)] if has_template(tokenizer, raw) else requests,
@@ -76,11 +61,11 @@ def batch_command(
             tokenizer=tokenizer,
             journal=results.journal(processes.rank),
             progress=processes.rank == 0 and sys.stderr.isatty(),
-            seed=seed,
+            seed=sampling.seed,
             shard=(processes.rank, processes.size),
             max_new_tokens=max_new_tokens,
-            **sampling,
-            **drafting,
+            **sampled,
+            **load_drafter(loaded, spec),
         )
         for _ in run:
             pass

@@ -32,7 +32,9 @@ _WIDTH_OF_FILES = 120
 _SECONDS_OF_EMBEDDED = 60.0
 
 
+@options.grouped
 def bench_command(
+    *,
     model: options.OptionalModel = None,
     drafters: options.Drafters = None,
     num_speculative_tokens: options.Length = None,
@@ -62,19 +64,10 @@ def bench_command(
         float | None,
         typer.Option(min=0, help="Time limit in seconds: begin no round that is likely to exceed it."),
     ] = None,
-    sample: options.Sample = None,
-    temperature: options.Temperature = None,
-    top_p: options.TopP = None,
-    top_k: options.TopK = None,
-    seed: options.Seed = 0,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    trust_remote_code: options.Trust = False,
-    offline: options.Offline = False,
-    yes: options.Yes = False,
+    sampling: options.Sampling,
+    place: options.Place,
     output: options.Output = None,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Measure drafters on your model and prompts.
 
@@ -85,8 +78,8 @@ def bench_command(
     # All that can be checked without the model is checked before it is loaded.
     if recommend and check:
         raise SpecConfigError("--recommend times and --check does not. Leave one of them out.")
-    sampling = options.sampling(sample, temperature, top_p, top_k) or {"do_sample": False}
-    if check and sampling["do_sample"]:
+    sampled = sampling.arguments() or {"do_sample": False}
+    if check and sampled["do_sample"]:
         raise SpecConfigError("--check compares greedy texts. Leave out what samples.")
     if output is not None and not output.absolute().parent.is_dir():
         raise SpecConfigError(f"--output '{output}': there is no folder '{output.absolute().parent}'. Make it first.")
@@ -94,10 +87,11 @@ def bench_command(
         max_seconds = _SECONDS_OF_EMBEDDED if max_seconds is None else max_seconds
         if not as_json:
             say(f"No MODEL is given: this is the embedded toy model '{EMBEDDED}' of 3.9 M parameters.", "bold")
-    target = Target(model or EMBEDDED, dtype, device, trust_remote_code, offline, yes)
+    target = Target(model or EMBEDDED, place)
     packaged = target.drafters
     specs = {
-        text: read_drafter(text, num_speculative_tokens, settings, packaged, offline) for text in drafters or packaged
+        text: read_drafter(text, num_speculative_tokens, settings, packaged, place.offline)
+        for text in drafters or packaged
     }
     texts = target.prompts(prompts, max_new_tokens, num_prompts)
     sizes = sorted({*(batch_sizes or [1])})
@@ -107,15 +101,17 @@ def bench_command(
         "max_new_tokens": max_new_tokens,
         "rounds_asked": rounds,
     }
-    with target.loaded() as (loaded, tokenizer):
+    with target.loaded(for_report=True) as (loaded, tokenizer):
         asked["chat_template"] = has_template(tokenizer, raw)
         batches = {size: tokenised(texts, loaded, tokenizer, size, raw, fill=not check) for size in sizes}
         _check_lengths(loaded, [batch for group in batches.values() for batch in group])
-        choices = _choices(loaded, specs, packaged if drafters else None, recommend, offline)
+        choices = _choices(loaded, specs, packaged if drafters else None, recommend, place.offline)
         if check:
             report = _checked(loaded, tokenizer, choices, batches, asked)
         else:
-            report = _measured(loaded, choices, batches, asked, sampling, rounds, max_seconds, seed)
+            run = {"rounds": rounds, "seed": sampling.seed, "max_seconds": max_seconds}
+            with progress_bars() as begin:
+                report = choices.measured(batches, sampled, asked, **run, stock=True, begin=begin)
     advice = None
     if recommend:
         from ..diagnosis import recommend as recommended
@@ -156,27 +152,6 @@ def _choices(
     if recommend or not specs:
         choices.search(local_files_only=offline or not recommend)
     return choices
-
-
-def _measured(
-    model: PreTrainedModel,
-    choices: Choices,
-    batches: dict[int, list[Batch]],
-    asked: Mapping[str, Any],
-    sampling: Mapping[str, Any],
-    rounds: int,
-    max_seconds: float | None,
-    seed: int,
-) -> dict[str, Any]:
-    from ..bench.decoders import with_baselines
-    from ..bench.engine import measure
-    from ..bench.report import make_report
-
-    decoders = with_baselines(model, choices.decoders, stock=True)
-    with progress_bars() as begin:
-        found = measure(model, decoders, batches, rounds, sampling, seed=seed, max_seconds=max_seconds, begin=begin)
-    missing = {item.name: item.reason for item in choices.rejected}
-    return make_report(model, decoders, found, missing, asked, sampling=sampling, seed=seed)
 
 
 def _checked(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.text import Text
 
 from . import options
-from .drafters import read_drafter
+from .drafters import Drafting
 from .output import EXIT_DIFFERENT, say, show
 from .target import Target
 
@@ -20,20 +20,15 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
+@options.grouped
 def doctor_command(
+    *,
     model: options.Model,
-    drafter: options.Drafter = None,
-    num_speculative_tokens: options.Length = None,
-    settings: options.Settings = None,
+    drafting: Drafting,
     prompts: options.Prompts = None,
     max_new_tokens: options.MaxNewTokens = 64,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    trust_remote_code: options.Trust = False,
-    offline: options.Offline = False,
-    yes: options.Yes = False,
+    place: options.Place,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Find out why speculation is not faster, and what the machine has.
 
@@ -42,10 +37,10 @@ def doctor_command(
     """
     from ..diagnosis import diagnose
 
-    target = Target(model, dtype, device, trust_remote_code, offline, yes)
-    spec = read_drafter(drafter or "auto", num_speculative_tokens, settings, target.drafters, offline)
+    target = Target(model, place)
+    spec = drafting.read(target)
     chosen = target.prompts(prompts, max_new_tokens)
-    with target.loaded() as (loaded, tokenizer):
+    with target.loaded(for_report=True) as (loaded, tokenizer):
         with Console(stderr=True).status("Checking", spinner="dots") as status:
             found = diagnose(loaded, spec, tokenizer, prompts=chosen, on_step=status.update)
     show(found.to_dict(), as_json, lambda: _print(found))

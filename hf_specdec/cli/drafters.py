@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -13,10 +14,27 @@ from ..errors import SpecConfigError
 from ..method import COMBINING, is_method_name, methods, takes_model
 from ..reading import parse_json
 from ..settings import SpeculativeConfig, describe_settings
+from . import options
 
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .target import Target
+
+
+@dataclass(frozen=True)
+class Drafting:
+    """The drafter of a command, `auto` where it is left out."""
+
+    drafter: options.Drafter = None
+    num_speculative_tokens: options.Length = None
+    settings: options.Settings = None
+
+    def read(self, target: Target) -> dict[str, Any]:
+        """What these options mean for a target, as settings of `load_speculator`."""
+        text, packaged, offline = self.drafter or "auto", target.drafters, target.place.offline
+        return read_drafter(text, self.num_speculative_tokens, self.settings, packaged, offline)
 
 
 def read_drafter(

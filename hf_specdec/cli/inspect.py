@@ -12,17 +12,18 @@ from rich.text import Text
 
 from ..errors import SpecConfigError, counted
 from . import options
-from .output import EXIT_DIFFERENT, new_table, say, show, shown_size
+from .output import EXIT_DIFFERENT, new_table, say, show
 from .target import Target
 
 
 if TYPE_CHECKING:
     from ..hub.candidate import Candidate
-    from ..hub.detect import TargetNeeds
     from ..hub.inspect import Inspection
 
 
+@options.grouped
 def inspect_command(
+    *,
     checkpoint: Annotated[
         str | None, typer.Argument(help="The drafter: a repository or a folder.", show_default=False)
     ] = None,
@@ -37,7 +38,6 @@ def inspect_command(
     offline: options.Offline = False,
     yes: options.Yes = False,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Tell what a drafter is (method, format, size, the model it was made for), and whether it fits.
 
@@ -45,29 +45,25 @@ def inspect_command(
     own checkpoint, generation config and card, and of the Hub, offline of its local cache. Weights are not downloaded.
     Exit code 1: it does not fit the model, or cannot be used with any.
     """
-    path = None if target is None else Target(target, yes=yes).path()
+    path = None if target is None else Target(target, options.Place(yes=yes)).path()
     if checkpoint is None:
         if path is None:
             raise SpecConfigError("There is nothing to inspect. Name a drafter, a model with --target, or both.")
         if subfolder is not None:
             raise SpecConfigError("--subfolder is of a drafter, and none is named.")
-        _list_drafters(path, revision, offline, as_json)
+        from ..hub.discover import search_for
+
+        search = search_for(path, revision, local_files_only=offline)
+        candidates = search.all()
+        report = {"target": path, "candidates": [item.to_dict() for item in candidates], "notes": search.notes}
+        show(report, as_json, lambda: _print_drafters(candidates, search.notes))
         return
     from ..hub.inspect import inspect_checkpoint
 
     found = inspect_checkpoint(checkpoint, path, revision=revision, subfolder=subfolder, local_files_only=offline)
-    show(found.to_dict(), as_json, lambda: Console().print(_table(found, target)))
+    show(found.to_dict(), as_json, lambda: _print_drafter(found, target))
     if found.problems:
         raise typer.Exit(EXIT_DIFFERENT)
-
-
-def _list_drafters(name: str, revision: str | None, offline: bool, as_json: bool) -> None:
-    from ..hub.discover import search_for
-
-    search = search_for(name, revision, local_files_only=offline)
-    candidates = search.all()
-    report = {"target": name, "candidates": [item.to_dict() for item in candidates], "notes": search.notes}
-    show(report, as_json, lambda: _print_drafters(candidates, search.notes))
 
 
 def _print_drafters(candidates: list[Candidate], notes: list[str]) -> None:
@@ -75,7 +71,7 @@ def _print_drafters(candidates: list[Candidate], notes: list[str]) -> None:
     for item in candidates:
         if not item.problems:
             downloads = str(item.downloads or "")
-            table.add_row(item.method, Text(item.model or ""), item.reason, shown_size(item.num_bytes), downloads)
+            table.add_row(item.method, Text(item.model or ""), item.reason, _size(item.num_bytes), downloads)
     Console().print(table)
     for item in candidates:
         if item.problems:
@@ -84,31 +80,8 @@ def _print_drafters(candidates: list[Candidate], notes: list[str]) -> None:
         say(f"Less may have been found {note}.", "dim", stderr=True)
 
 
-def _table(inspection: Inspection, target: str | None) -> Table:
-    found = inspection.found
-    table = Table(box=SIMPLE, show_header=False)
-    rows = {
-        "checkpoint": inspection.name,
-        "method": found.method,
-        "format": f"{found.format} ({found.producer})",
-        "made for": _described(found.target),
-        "draft length": counted(found.num_draft_tokens, "token") if found.num_draft_tokens else "",
-        "tensors": "" if found.num_tensors is None else f"{found.num_tensors} in {found.weight_file}",
-        "size": shown_size(found.num_bytes),
-        "MTP layers": str(found.mtp_layers or ""),
-        f"fits '{target}'": {None: "", True: "yes", False: "no"}[inspection.fits],
-        "hint": inspection.hint,
-    }
-    for name, value in rows.items():
-        if value:
-            table.add_row(name, Text(value))
-    for problem in inspection.problems:
-        table.add_row("problem", Text(problem, style="red"))
-    return table
-
-
-def _described(needs: TargetNeeds) -> str:
-    """Describes the target that a checkpoint was made for, as far as it is known."""
+def _print_drafter(inspection: Inspection, target: str | None) -> None:
+    found, needs = inspection.found, inspection.found.target
     sizes = {
         "hidden size": needs.hidden_size,
         "vocabulary": needs.vocab_size,
@@ -116,5 +89,27 @@ def _described(needs: TargetNeeds) -> str:
         "layers at least": needs.min_hidden_layers if needs.num_hidden_layers is None else None,
         "model_type": needs.model_type,
     }
-    known = [f"{name} {size}" for name, size in sizes.items() if size is not None]
-    return ", ".join([needs.name, *known] if needs.name else known)
+    made_for = [needs.name, *(f"{name} {size}" for name, size in sizes.items() if size is not None)]
+    rows = {
+        "checkpoint": inspection.name,
+        "method": found.method,
+        "format": f"{found.format} ({found.producer})",
+        "made for": ", ".join(filter(None, made_for)),
+        "draft length": counted(found.num_draft_tokens, "token") if found.num_draft_tokens else "",
+        "tensors": "" if found.num_tensors is None else f"{found.num_tensors} in {found.weight_file}",
+        "size": _size(found.num_bytes),
+        "MTP layers": str(found.mtp_layers or ""),
+        f"fits '{target}'": {None: "", True: "yes", False: "no"}[inspection.fits],
+        "hint": inspection.hint,
+    }
+    table = Table(box=SIMPLE, show_header=False)
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, Text(value))
+    for problem in inspection.problems:
+        table.add_row("problem", Text(problem, style="red"))
+    Console().print(table)
+
+
+def _size(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else f"{num_bytes / 1e6:.1f} MB"

@@ -99,7 +99,3 @@ def progress_bars() -> Iterator[Callable[[str, int], Callable[[], None]]]:
 
     with progress if console.is_terminal else nullcontext():
         yield begin
-
-
-def shown_size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else f"{num_bytes / 1e6:.1f} MB"

@@ -12,7 +12,9 @@ from ..errors import SpecConfigError
 from . import options
 
 
+@options.grouped
 def publish_command(
+    *,
     folder: Annotated[Path, typer.Argument(help="A drafter: a saved folder or a checkpoint.", show_default=False)],
     repo: Annotated[str, typer.Argument(metavar="REPO", help="Repository, made if needed.", show_default=False)],
     target: Annotated[
@@ -26,7 +28,6 @@ def publish_command(
     tag: Annotated[list[str] | None, typer.Option(help="A further tag; may be repeated.")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the card, README.md, and upload nothing.")] = False,
-    debug: options.Debug = False,
 ) -> None:
     """Publish a drafter on the Hub: metadata, settings, usage and measured figures in its card, and all its files.
 

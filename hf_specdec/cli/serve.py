@@ -14,7 +14,7 @@ import typer
 
 from ..errors import MissingDependencyError, SpecConfigError
 from . import options
-from .drafters import load_drafter, read_drafter
+from .drafters import Drafting, load_drafter
 from .output import say
 from .target import Target
 
@@ -24,11 +24,11 @@ API_KEY_VARIABLE = "HF_SPECDEC_API_KEY"
 _limit = partial(typer.Option, rich_help_panel="Limits")
 
 
+@options.grouped
 def serve_command(
+    *,
     model: options.Model,
-    drafter: options.Drafter = None,
-    num_speculative_tokens: options.Length = None,
-    settings: options.Settings = None,
+    drafting: Drafting,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free one.")] = 8000,
     name: Annotated[
@@ -53,12 +53,7 @@ def serve_command(
     max_body_bytes: Annotated[int, _limit(min=1, help="Bytes of a request's body.")] = 1 << 20,
     timeout: Annotated[float, _limit(min=0.001, help="Seconds from a request to the end of its answer.")] = 600.0,
     grace: Annotated[int, _limit(min=0, help="Seconds for open answers when the server is stopped.")] = 30,
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    trust_remote_code: options.Trust = False,
-    offline: options.Offline = False,
-    yes: options.Yes = False,
-    debug: options.Debug = False,
+    place: options.Place,
 ) -> None:
     """Serve a model with speculation: /v1/chat/completions, /v1/completions, /metrics, /health.
 
@@ -74,17 +69,15 @@ def serve_command(
             f"The server lacks a package ({error}). Install all that it needs: pip install fastapi uvicorn "
             "prometheus-client"
         ) from error
-    from ..machine import num_threads
     from ..many.manager import SpeculativeBatchingManager
     from ..serving.service import Limits, Service
 
     if api_key is not None and not api_key.strip():
         raise SpecConfigError(f"The API key is empty. Give --api-key or {API_KEY_VARIABLE} a text, or neither.")
     limits = Limits(max_waiting, max_prompt_tokens, max_new_tokens, max_body_bytes, timeout)
-    target = Target(model, dtype, device, trust_remote_code, offline, yes)
-    spec = read_drafter(drafter or "auto", num_speculative_tokens, settings, target.drafters, offline)
-    with _bound(host, port) as listening, num_threads(target.num_threads):
-        loaded, tokenizer = target.load()
+    target = Target(model, place)
+    spec = drafting.read(target)
+    with _bound(host, port) as listening, target.loaded() as (loaded, tokenizer):
         manager = SpeculativeBatchingManager(
             loaded,
             batch_size=batch_size,

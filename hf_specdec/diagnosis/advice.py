@@ -34,8 +34,6 @@ _WORTHWHILE = 1.02
 # Of the drafters that discovery has found, the best ones are measured.
 DEFAULT_MOST_DRAFTERS = 4
 
-_BASELINE = "the baseline"
-
 
 @dataclass
 class Option:
@@ -161,9 +159,29 @@ class Choices:
         self.notes += [f"Less may have been found {note}." for note in search.notes]
         self.add_without_weights()
 
+    def measured(
+        self,
+        batches: dict[int, list[Batch]],
+        arguments: Mapping[str, Any],
+        asked: Mapping[str, Any],
+        *,
+        rounds: int,
+        seed: int = 0,
+        max_seconds: float | None = None,
+        stock: bool = False,
+        begin: Begin = silently,
+    ) -> dict[str, Any]:
+        """The report of all ways beside the baselines, with transformers' own ones if asked for."""
+        decoders = with_baselines(self.model, self.decoders, stock)
+        found = measure(
+            self.model, decoders, batches, rounds, arguments, seed=seed, max_seconds=max_seconds, begin=begin
+        )
+        missing = {item.name: item.reason for item in self.rejected}
+        return make_report(self.model, decoders, found, missing, asked, sampling=arguments, seed=seed)
+
     def origin_of(self, name: str) -> str:
         """Where the way of this name comes from."""
-        return self._origins.get(name, _BASELINE)
+        return self._origins.get(name, "the baseline")
 
     def _reject(self, name: str, origin: str, reason: str) -> None:
         self.rejected.append(Rejection(name, origin, reason))
@@ -180,7 +198,7 @@ def recommend(report: Mapping[str, Any], choices: Choices, batch_size: int) -> A
     refused = [
         Rejection(row["method"], choices.origin_of(row["method"]), row["reason"])
         for row in report["unavailable"]
-        if _is_own(row["method"]) and row["batch_size"] in (None, batch_size)
+        if _is_own(row["method"]) and row["batch_size"] == batch_size
     ]
     return Advice(
         model_name(choices.model),
@@ -229,11 +247,9 @@ def advise(
     else:
         choices.add_without_weights()
     size, greedy = max(len(batch.names) for batch in batches), {"do_sample": False}
-    decoders = with_baselines(target_model, choices.decoders)
-    found = measure(
-        target_model, decoders, {size: list(batches)}, rounds, greedy, max_seconds=max_seconds, begin=begin
-    )
-    return recommend(make_report(target_model, decoders, found, {}, {}, sampling=greedy), choices, size)
+    by_size = {size: list(batches)}
+    report = choices.measured(by_size, greedy, {}, rounds=rounds, max_seconds=max_seconds, begin=begin)
+    return recommend(report, choices, size)
 
 
 def _is_own(name: str) -> bool:

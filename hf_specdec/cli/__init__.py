@@ -17,6 +17,7 @@ from .bench import bench_command
 from .doctor import doctor_command
 from .generate import generate_command
 from .inspect import inspect_command
+from .options import grouped
 from .output import Commands
 from .publish import publish_command
 from .serve import serve_command
@@ -32,14 +33,14 @@ app: typer.Typer = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("generate")(generate_command)
-app.command("batch")(batch_command)
-app.command("serve")(serve_command)
-app.command("bench")(bench_command)
-app.command("doctor")(doctor_command)
-app.command("inspect")(inspect_command)
+app.command("generate")(grouped(generate_command))
+app.command("batch")(grouped(batch_command))
+app.command("serve")(grouped(serve_command))
+app.command("bench")(grouped(bench_command))
+app.command("doctor")(grouped(doctor_command))
+app.command("inspect")(grouped(inspect_command))
+app.command("publish")(grouped(publish_command))
 app.add_typer(train.app, name="train")
-app.command("publish")(publish_command)
 
 
 def main() -> None:

@@ -16,7 +16,6 @@ from .output import EXIT_DIFFERENT, say, show
 from .target import Target, has_template
 
 
-@options.grouped
 def batch_command(
     *,
     model: options.Model,

@@ -32,7 +32,6 @@ _WIDTH_OF_FILES = 120
 _SECONDS_OF_EMBEDDED = 60.0
 
 
-@options.grouped
 def bench_command(
     *,
     model: options.OptionalModel = None,

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 _STYLES = {"ok": "green", "warning": "yellow", "error": "bold red"}
 
 
-@options.grouped
 def doctor_command(
     *,
     model: options.Model,

@@ -16,7 +16,6 @@ from .output import say, show
 from .target import Target, tokenised
 
 
-@options.grouped
 def generate_command(
     *,
     model: options.Model,

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ..hub.inspect import Inspection
 
 
-@options.grouped
 def inspect_command(
     *,
     checkpoint: Annotated[

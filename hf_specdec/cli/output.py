@@ -6,7 +6,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import typer
@@ -91,11 +92,9 @@ def progress_bars() -> Iterator[Callable[[str, int], Callable[[], None]]]:
 
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    progress = Progress(*columns, console=console, transient=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
 
-    def begin(title: str, steps: int) -> Callable[[], None]:
-        task = progress.add_task(title, total=steps)
-        return lambda: progress.advance(task)
+        def begin(title: str, steps: int) -> Callable[[], None]:
+            return partial(progress.advance, progress.add_task(title, total=steps))
 
-    with progress if console.is_terminal else nullcontext():
         yield begin

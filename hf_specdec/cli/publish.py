@@ -9,10 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from ..errors import SpecConfigError
-from . import options
 
 
-@options.grouped
 def publish_command(
     *,
     folder: Annotated[Path, typer.Argument(help="A drafter: a saved folder or a checkpoint.", show_default=False)],

@@ -24,7 +24,6 @@ API_KEY_VARIABLE = "HF_SPECDEC_API_KEY"
 _limit = partial(typer.Option, rich_help_panel="Limits")
 
 
-@options.grouped
 def serve_command(
     *,
     model: options.Model,

@@ -48,7 +48,6 @@ def flags_of(item: Field[Any], kind: Any) -> tuple[str, ...]:
     return item.metadata.get("flags") or (f"--{name}/--no-{name}" if can_be_off else f"--{name}",)
 
 
-@options.grouped
 def train_command(
     *,
     context: typer.Context,
@@ -186,5 +185,6 @@ def _print_report(report: dict[str, Any]) -> None:
 app: typer.Typer = typer.Typer(help="Train a draft for a target model.", no_args_is_help=True)
 # What a sub-command does not know itself, the parser of the training reads.
 _PASSING_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+_command = options.grouped(train_command)
 for _name, _training in trainings().items():
-    app.command(_name, help=_help(_training), context_settings=_PASSING_ON)(train_command)
+    app.command(_name, help=_help(_training), context_settings=_PASSING_ON)(_command)

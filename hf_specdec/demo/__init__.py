@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import CheckpointFormatError, SpecConfigError
 from ..method import built_in_methods, methods
 from .packaged import qwen2_5_coder, smollm2
-from .shared import FOLDER, Prompt, loaded_model, loaded_tokenizer, read_prompts
+from .shared import FOLDER, Prompt, loaded_model, read_prompts
 
 
 if TYPE_CHECKING:
@@ -75,7 +75,9 @@ def load_target(dtype: torch.dtype | str | None = None) -> PreTrainedModel:
 
 def load_tokenizer() -> PreTrainedTokenizerFast:
     """Loads the tokenizer of target and draft model."""
-    return loaded_tokenizer(target_path())
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(target_path())
 
 
 def prompts() -> list[Prompt]:

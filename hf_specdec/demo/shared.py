@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
+    from transformers import PreTrainedModel
 
 FOLDER = Path(str(resources.files(__package__)))
 
@@ -34,12 +34,7 @@ class Prompt:
 
 
 def read_prompts(folder: str, kinds: Mapping[str, int]) -> list[Prompt]:
-    """Reads the prompts `<kind>_<name>.txt` of a folder, by kind and name.
-
-    Args:
-        folder (`str`): A folder of this package.
-        kinds (`Mapping[str, int]`): For each kind how many tokens to generate.
-    """
+    """The prompts `<kind>_<name>.txt` of a folder here, in the order of kinds, each with its tokens to generate."""
     return [
         Prompt(path.stem.removeprefix(f"{kind}_"), path.read_text(encoding="utf-8"), kind, max_new_tokens)
         for kind, max_new_tokens in kinds.items()
@@ -53,10 +48,3 @@ def loaded_model(folder: str, dtype: torch.dtype | str | None) -> PreTrainedMode
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32 if dtype is None else dtype).eval()
-
-
-def loaded_tokenizer(folder: str) -> PreTrainedTokenizerFast:
-    """Loads the tokenizer of a model."""
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(folder)

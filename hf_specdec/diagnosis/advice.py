@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from itertools import chain, count
 from typing import Any
 
@@ -259,16 +259,15 @@ def _is_own(name: str) -> bool:
 
 def _option(row: Mapping[str, Any], origin: str) -> Option:
     speedup, over_none = row["spread"]["speedup"], row["spread"]["speedup_over_none"]
+    # The other figures have the same names.
+    same = {item.name: row[item.name] for item in fields(Option) if item.name in row}
     return Option(
         name=row["method"],
-        settings=row["settings"],
         origin=origin,
-        speedup=row["speedup"],
-        speedup_range=(speedup["low"], speedup["high"]),
         over_none=row["speedup_over_none"],
+        speedup_range=(speedup["low"], speedup["high"]),
         over_none_range=(over_none["low"], over_none["high"]),
-        **{key: row[key] for key in ("tokens_per_second", "mean_acceptance_length", "acceptance_rate")},
-        **{key: row[key] for key in ("draft_share", "draft_bytes")},
+        **same,
     )
 
 

@@ -10,10 +10,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from ..bench.report import described_machine
 from ..candidate_generators.draft_model.network import checkpoint_location, draft_tokenizer
 from ..candidate_generators.draft_model.vocabularies import Vocabulary, difference, relation
 from ..checkpoints.files import RepoFiles
-from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError, counted, shown
+from ..errors import CheckpointFormatError, SpecConfigError, SpecDecError, shown
 from ..hub.detect import Detection, detect
 from ..hub.inspect import target_problems
 from ..kernels.few_rows import has_kernel
@@ -248,13 +249,8 @@ def token_ids(network: nn.Module) -> torch.LongTensor | None:
 def machine_findings(target_model: PreTrainedModel) -> Iterator[Finding]:
     """What the machine has: processor or GPU, memory, versions, kernels."""
     about = describe_environment(target_model.device, target_model.dtype)
-    machine = about["gpu"] or f"{about['cpu']}, {counted(about['threads'], 'thread')}"
-    yield Finding(
-        "machine",
-        "ok",
-        f"{machine}, {free_bytes(target_model.device) / 1e9:.1f} GB free; torch {about['torch']}, transformers "
-        f"{about['transformers']}.",
-    )
+    free = free_bytes(target_model.device) / 1e9
+    yield Finding("machine", "ok", f"{described_machine(about)}; {free:.1f} GB free.")
     if target_model.device.type != "cpu":
         return
     if target_model.dtype is torch.bfloat16 and multiplies() is False:

@@ -149,9 +149,11 @@ def _batches(
     # Of one kind, so that they can be generated together.
     prompts = [replace(prompt, kind="") for prompt in prompts]
     batches = {"raw": make_batches(tokenizer, prompts, size, device=model.device)}
-    for form, mode in _template_modes(tokenizer).items():
-        chats = as_chat(prompts, tokenizer, **mode)
-        batches[form] = make_batches(tokenizer, chats, size, device=model.device, add_special_tokens=False)
+    template, modes = tokenizer.chat_template or "", {"chat": {}, "chat, no thinking": {"enable_thinking": False}}
+    for form, mode in modes.items():
+        if template and all(argument in template for argument in mode):
+            chats = as_chat(prompts, tokenizer, **mode)
+            batches[form] = make_batches(tokenizer, chats, size, device=model.device, add_special_tokens=False)
     return batches
 
 
@@ -282,11 +284,3 @@ def _template_findings(measured: dict[str, Acceptance]) -> Iterator[Finding]:
         yield Finding("chat template", "ok", f"It makes no difference: {figures}.")
         return
     yield Finding("chat template", "warning", cause, remedy)
-
-
-def _template_modes(tokenizer: PreTrainedTokenizerBase) -> dict[str, dict[str, Any]]:
-    """Arguments of the chat template for each of its modes, if there is one."""
-    template = tokenizer.chat_template
-    if template is None:
-        return {}
-    return {"chat": {}} | ({"chat, no thinking": {"enable_thinking": False}} if "enable_thinking" in template else {})

@@ -9,12 +9,11 @@ import hashlib
 import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
 from ..many.generate import generate_many
-from ..many.row import RequestResult, error_text
+from ..many.row import error_text
 from ..settings import SpeculativeConfig
 from ..settings.checks import Bounds, checked
 
@@ -103,7 +102,17 @@ class SpecGenerate:
         # Torch begins with the same numbers in all actors, which would give the same texts to copies of a prompt.
         seed = secrets.randbits(63)
         results = list(generate_many(self._model, requests, in_order=True, seed=seed, **self._arguments))
-        return {**batch, **_columns(results)}
+        return {
+            **batch,
+            "generated_text": [result.text or "" for result in results],
+            "generated_tokens": [result.tokens for result in results],
+            "finish_reason": [result.finish_reason for result in results],
+            "generation_error": [error_text(result.error) or "" for result in results],
+            "num_prompt_tokens": [result.num_prompt_tokens for result in results],
+            "num_generated_tokens": [len(result.tokens) for result in results],
+            "num_draft_tokens": [result.stats.num_draft_tokens for result in results],
+            "num_accepted_tokens": [result.stats.num_accepted_tokens for result in results],
+        }
 
     def _request(self, row: dict[str, Any]) -> dict[str, Any]:
         """The request of a row; one without a prompt is refused there like all that are wrong."""
@@ -111,7 +120,8 @@ class SpecGenerate:
         # Where rows have different settings, tables have all names in all rows.
         settings = {name: value for name, value in (row.get("sampling_params") or {}).items() if value is not None}
         if self._seed is not None:
-            settings.setdefault("seed", _seed_of(self._seed, row[self._id_column]))
+            digest = hashlib.sha256(f"{self._seed} {row[self._id_column]!r}".encode()).digest()
+            settings.setdefault("seed", int.from_bytes(digest[:7], "big"))
         return settings if named is None else {named: row[named], **settings}
 
 
@@ -178,7 +188,7 @@ def build_processor(
 
     def process(dataset: Any) -> Any:
         if preprocess is not None:
-            dataset = dataset.map(partial(_with_columns, preprocess))
+            dataset = dataset.map(lambda row: {**row, **preprocess(row)})
         dataset = dataset.map_batches(
             SpecGenerate,
             fn_constructor_kwargs=arguments,
@@ -199,10 +209,6 @@ def _check_travels(speculative: Any) -> None:
         )
 
 
-def _with_columns(preprocess: Callable[[dict[str, Any]], dict[str, Any]], row: dict[str, Any]) -> dict[str, Any]:
-    return {**row, **preprocess(row)}
-
-
 def _plain(values: Any) -> Any:
     """Arrays, also inside of others, as lists."""
     if hasattr(values, "tolist"):
@@ -212,20 +218,3 @@ def _plain(values: Any) -> Any:
     if isinstance(values, Mapping):
         return {key: _plain(value) for key, value in values.items()}
     return values
-
-
-def _seed_of(seed: int, row_id: Any) -> int:
-    return int.from_bytes(hashlib.sha256(f"{seed} {row_id!r}".encode()).digest()[:7], "big")
-
-
-def _columns(results: list[RequestResult]) -> dict[str, list[Any]]:
-    return {
-        "generated_text": [result.text or "" for result in results],
-        "generated_tokens": [result.tokens for result in results],
-        "finish_reason": [result.finish_reason for result in results],
-        "generation_error": [error_text(result.error) or "" for result in results],
-        "num_prompt_tokens": [result.num_prompt_tokens for result in results],
-        "num_generated_tokens": [len(result.tokens) for result in results],
-        "num_draft_tokens": [result.stats.num_draft_tokens for result in results],
-        "num_accepted_tokens": [result.stats.num_accepted_tokens for result in results],
-    }

@@ -16,8 +16,8 @@ from transformers.utils import logging
 from ..arguments import ARGUMENTS, is_off
 from ..errors import SpecConfigError, shown
 from ..loader import age_texts, forget_speculators
-from ..metrics import SpecDecodingStats
-from ..metrics.listeners import CallObserver, Listener, add_listener, remove_listener
+from ..metrics import Record, SpecDecodingStats
+from ..metrics.listeners import add_listener, remove_listener
 from ..settings import SpeculativeConfig
 from ..settings.checks import Bounds, checked
 from ..target_facts import model_name
@@ -28,32 +28,6 @@ logger = logging.get_logger(__name__)
 
 # Names of settings for the arguments of generate().
 _KEYS = {"spec_method": "method", "spec_model": "model", "num_speculative_tokens": "num_speculative_tokens"}
-
-
-class _Counting(Listener, CallObserver):
-    """Adds up what the calls of one model count."""
-
-    def __init__(self):
-        self.total = SpecDecodingStats()
-        self.model_name: str | None = None
-
-    def begin_call(self, stats: SpecDecodingStats, model_name: str) -> CallObserver | None:
-        # A judge may generate speculatively, too.
-        return self if model_name == self.model_name else None
-
-    def end_prefill(self, new: SpecDecodingStats) -> None:
-        self.total.add(new)
-
-    def end_cycle(self, new: SpecDecodingStats, seconds: float) -> None:
-        self.total.add(new)
-
-    def end_call(self, new: SpecDecodingStats) -> None:
-        self.total.add(new)
-
-    def take(self) -> SpecDecodingStats:
-        """Counts since the last time."""
-        taken, self.total = self.total, SpecDecodingStats()
-        return taken
 
 
 class SpeculationCallback(TrainerCallback):
@@ -94,9 +68,10 @@ class SpeculationCallback(TrainerCallback):
         if refresh is not None and least_acceptance_length is None:
             raise SpecConfigError("`refresh` is called below `least_acceptance_length`. Say what is too little.")
         self._most_text_age, self._least, self._refresh = most_text_age, least_acceptance_length, refresh
-        self._window, self._steps = window, deque[SpecDecodingStats](maxlen=window)
-        self._counting, self._unlogged = _Counting(), SpecDecodingStats()
+        self._steps = deque[SpecDecodingStats](maxlen=window)
+        self._record, self._unlogged = Record(), SpecDecodingStats()
         self._trainer: Any = None
+        self._model_name: str | None = None
 
     def add_to(self, trainer: Any) -> SpeculationCallback:
         """Makes it the first callback of a trainer, which from then on speculates: those that report come after it.
@@ -124,31 +99,45 @@ class SpeculationCallback(TrainerCallback):
             # What is written in a generation config asks for nothing; here it is the user's own word.
             named = {key: asked.get(name) for name, key in _KEYS.items()}
             speculative = SpeculativeConfig.resolve(settings, target_config=trainer.model.config, **named)
-            self._switch_off(config)
+            _switch_off(config)
             config.speculative = speculative
         model = trainer.accelerator.unwrap_model(trainer.model)
         # That of an adapter generates with the model inside.
-        self._counting.model_name = model_name(getattr(model, "get_base_model", lambda: model)())
+        self._model_name = model_name(getattr(model, "get_base_model", lambda: model)())
         self._trainer = trainer
         trainer.callback_handler.callbacks.insert(0, self)
         return self
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        add_listener(self._counting)
+        add_listener(self._record)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        remove_listener(self._counting)
+        remove_listener(self._record)
 
     def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        new = self._counting.take()
+        calls, self._record.calls = self._record.calls, []
+        # A judge may generate speculatively, too.
+        new = SpecDecodingStats.total(call.stats for call in calls if call.model_name == self._model_name)
         self._unlogged.add(new)
         model = self._trainer.accelerator.unwrap_model(model)
         if self._most_text_age is not None:
             age_texts(model, self._most_text_age)
         # Of steps that use earlier texts once more there is nothing to see.
-        if self._least is not None and new.num_drafts:
-            self._steps.append(new)
-            self._see_to(model, self._least)
+        if self._least is None or not new.num_drafts:
+            return
+        self._steps.append(new)
+        length = SpecDecodingStats.total(self._steps).mean_acceptance_length
+        if len(self._steps) < self._steps.maxlen or length >= self._least:
+            return
+        self._steps.clear()
+        finding = f"The drafter has grown stale: {length:.2f} tokens per verification over {self._steps.maxlen} steps"
+        if self._refresh is None:
+            logger.warning(f"{finding}. Speculation is switched off.")
+            _switch_off(self._trainer.generation_config)
+            return
+        logger.warning(f"{finding}. It is refreshed.")
+        self._refresh(model)
+        forget_speculators(model)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **kwargs: Any) -> None:
         taken, self._unlogged = self._unlogged, SpecDecodingStats()
@@ -163,24 +152,7 @@ class SpeculationCallback(TrainerCallback):
         if state.log_history:
             state.log_history[-1].update(figures)
 
-    @staticmethod
-    def _switch_off(generation_config: Any) -> None:
-        for name in ARGUMENTS:
-            vars(generation_config).pop(name, None)
 
-    def _see_to(self, model: Any, least: float) -> None:
-        """Has a stale drafter refreshed, or speculation switched off."""
-        if len(self._steps) < self._window:
-            return
-        length = SpecDecodingStats.total(self._steps).mean_acceptance_length
-        if length >= least:
-            return
-        self._steps.clear()
-        finding = f"The drafter has grown stale: {length:.2f} tokens per verification over {self._window} steps"
-        if self._refresh is None:
-            logger.warning(f"{finding}. Speculation is switched off.")
-            self._switch_off(self._trainer.generation_config)
-            return
-        logger.warning(f"{finding}. It is refreshed.")
-        self._refresh(model)
-        forget_speculators(model)
+def _switch_off(generation_config: Any) -> None:
+    for name in ARGUMENTS:
+        vars(generation_config).pop(name, None)

@@ -51,11 +51,6 @@ def drafts() -> dict[str, dict[str, Any]]:
     }
 
 
-def one_of_each_method() -> dict[str, dict[str, Any]]:
-    """A tree where the method has one."""
-    return {name.partition(",")[0]: settings for name, settings in drafts().items()}
-
-
 @cache
 def target_and_batches(
     device: torch.device, max_new_tokens: int, is_quick: bool

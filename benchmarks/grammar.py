@@ -128,10 +128,10 @@ def measure(
 ) -> list[Row]:
     """A row of each side: its figures, and the seconds of all rounds."""
     calls: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}
-    common = {"do_sample": False, "logits_processor": [processor]}
+    common, pad = {"do_sample": False, "logits_processor": [processor]}, target.generation_config.pad_token_id
     for number in range(rounds):
         for name in in_turn(list(sides), number):
-            calls[name].append(timed_call(target, batch, {**common, **sides[name]}, number))
+            calls[name].append(timed_call(target.generate, batch, {**common, **sides[name]}, pad, number))
     [text] = calls[PLAIN][0]["text"]
     share = forced_share(processor, text)
     seconds = {name: [call["seconds"] for call in found] for name, found in calls.items()}

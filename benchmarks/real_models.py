@@ -15,8 +15,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
-import sys
+import os
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,9 +23,12 @@ from statistics import median
 from time import process_time
 from typing import Any
 
+
+# As users have it: lengths that pay.
+os.environ.setdefault("HF_SPECDEC_ADAPTIVE", "1")
+
 import torch
-from rich.console import Console
-from rich.table import Table
+from common import NONE, PLAIN, Row, in_turn, ratio, show, write_report
 from transformers import PreTrainedModel
 
 from hf_specdec import demo, forget_speculators, load_speculator, record
@@ -37,10 +39,9 @@ from hf_specdec.method import is_language_model
 
 
 MODELS = {"qwen2.5-coder": demo.qwen2_5_coder, "smollm2": demo.smollm2}
-NONE = "none"
 
 # Arguments of transformers' own ways. Those that draft take one row.
-PLAIN, LOOKUP, ASSISTANT = "plain", "transformers' prompt lookup", "transformers' assistant model"
+LOOKUP, ASSISTANT = "transformers' prompt lookup", "transformers' assistant model"
 STOCK: dict[str, dict[str, Any]] = {
     PLAIN: {},
     "plain, static cache": {"cache_implementation": "static"},
@@ -109,15 +110,14 @@ def measure(
     size: int,
     sample: bool,
     asked: Any,
-) -> list[dict[str, Any]]:
+) -> list[Row]:
     """Rows of one batch: of each side in the first call and in later ones."""
     found: dict[tuple[str, str], list[dict[str, Any]]] = {}
     runs = [side for side in asked.sides if (size == 1 or side not in ONE_ROW) and not (sample and side in PEERS)]
     arguments: dict[str, dict[str, Any]] = {}
     for number in range(asked.rounds):
-        turn = number % len(runs)
         for index in range(asked.calls):
-            for side in [*runs, *runs][turn : turn + len(runs)]:
+            for side in in_turn(runs, number):
                 if not index:
                     arguments[side] = fresh(side, target, draft)
                 elif side not in (*STOCK, *PEERS):
@@ -125,15 +125,14 @@ def measure(
                 pad = target.generation_config.pad_token_id
                 call = timed_call(generates[side], batch, {"do_sample": sample, **arguments[side]}, pad, number)
                 found.setdefault(("later" if index else "first", side), []).append(call)
+    # Seconds of a token in each round, of first calls and of later ones.
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for (which, side), calls in found.items():
+        seconds.setdefault(which, {})[side] = [call["seconds"] / call["tokens"] for call in calls]
+    baselines = {"to_plain": [PLAIN], "to_fastest_of_transformers": [*STOCK], "to_none": [NONE]}
     rows = []
     for (which, side), calls in found.items():
-        own = _seconds_per_token(calls)
-        beside = {"to_plain": (PLAIN,), "to_fastest_of_transformers": tuple(STOCK), "to_none": (NONE,)}
-        ratios = {}
-        for name, others in beside.items():
-            times = [_seconds_per_token(found[which, other]) for other in others if (which, other) in found]
-            each = [min(together) / ours for *together, ours in zip(*times, own)] if times else []
-            ratios[name] = median(each) if each else None
+        ratios = {name: ratio(side, others, seconds[which]) for name, others in baselines.items()}
         same = [call["text"] == other["text"] for call, other in zip(calls, found[which, runs[0]])]
         rows.append(
             {
@@ -143,20 +142,16 @@ def measure(
                 "decoding": "sampled" if sample else "greedy",
                 "call": which,
                 "side": side,
-                "ms_per_token": 1000 * median(own),
+                "ms_per_token": 1000 * median(seconds[which][side]),
                 "tokens_per_cycle": None if side in (*STOCK, *PEERS) else median(call["cycle"] for call in calls),
-                **ratios,
+                **{name: found and found[0] for name, found in ratios.items()},
                 "same_texts": None if sample else f"{sum(same)} of {len(same)}",
             }
         )
     return rows
 
 
-def _seconds_per_token(calls: list[dict[str, Any]]) -> list[float]:
-    return [call["seconds"] / call["tokens"] for call in calls]
-
-
-def draw(rows: list[dict[str, Any]], path: Path) -> None:
+def draw(rows: list[Row], path: Path) -> None:
     """Bars of the speed-ups over plain generate() (or over none), a panel for each kind of prompt."""
     import matplotlib.pyplot as plt
 
@@ -174,14 +169,6 @@ def draw(rows: list[dict[str, Any]], path: Path) -> None:
     panels[0][0].invert_yaxis()
     figure.supxlabel(f"speed compared with {'plain generate()' if beside == 'to_plain' else 'none'}")
     figure.savefig(path, dpi=100)
-
-
-def show(rows: list[dict[str, Any]]) -> None:
-    heads = [key for key in rows[0] if key != "prompt"]
-    table = Table(*(key.replace("_", " ") for key in heads))
-    for row in rows:
-        table.add_row(*(f"{row[key]:.2f}" if isinstance(row[key], float) else str(row[key] or "") for key in heads))
-    Console(width=160).print(table)
 
 
 def main() -> None:
@@ -208,7 +195,7 @@ def main() -> None:
     tokenizer.padding_side = "left"
     prompts = [prompt for prompt in place.prompts() if asked.kinds is None or prompt.kind in asked.kinds]
     prompts = as_chat(first_of_kinds(prompts, asked.new_tokens, asked.num_prompts), tokenizer)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     for name in asked.dtypes:
         dtype = getattr(torch, name)
         target = place.load_target(dtype)
@@ -220,13 +207,7 @@ def main() -> None:
                 found = measure(target, draft, generates, batch, size, decoding == "sampled", asked)
                 rows += [{"dtype": name, **row} for row in found]
                 show(rows[-len(found) :])
-                if asked.json is not None:
-                    content = {
-                        "command": f"python benchmarks/real_models.py {' '.join(sys.argv[1:])}",
-                        "rows": rows,
-                        "environment": describe_environment("cpu", dtype),
-                    }
-                    asked.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+                write_report(asked.json, rows, describe_environment("cpu", dtype))
         # The next pair may not fit beside this one.
         del target, draft, generates
         forget_speculators()

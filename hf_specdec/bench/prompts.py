@@ -188,7 +188,10 @@ def _read_file(path: Path, max_new_tokens: int) -> list[Prompt]:
     if path.suffix in (".json", ".jsonl") or content.lstrip()[:1] == "{":
         records = json_records(content, path, 'Write an object such as {"prompt": ...}.')
     else:
-        records = [(f"Text {number} of '{path}'", text) for number, text in enumerate(_texts(content), start=1)]
+        paragraphs = re.split(r"\n\s*\n", content.strip("\n"))
+        texts = paragraphs if len(paragraphs) > 1 else content.splitlines()
+        texts = enumerate((text for text in texts if text.strip()), start=1)
+        records = [(f"Text {number} of '{path}'", text) for number, text in texts]
     if not records:
         raise SpecConfigError(f"'{path}' has no prompts. Put one in each line, as text or as JSON with a `prompt`.")
     width = len(str(len(records)))
@@ -200,13 +203,6 @@ def _read_file(path: Path, max_new_tokens: int) -> list[Prompt]:
         if count > 1:
             raise SpecConfigError(f"'{path}' has two prompts named '{name}'. Give each its own name.")
     return prompts
-
-
-def _texts(content: str) -> list[str]:
-    """Paragraphs, or the lines where no line is empty."""
-    paragraphs = re.split(r"\n\s*\n", content.strip("\n"))
-    texts = paragraphs if len(paragraphs) > 1 else content.splitlines()
-    return [text for text in texts if text.strip()]
 
 
 def _prompt(record: Any, place: str, name: str, max_new_tokens: int) -> Prompt:

@@ -113,6 +113,7 @@ def _figures(
     calls = [one[name][index] for one in rounds for index in indices]
     texts = [one[name][index] for one in with_texts for index in indices]
     stats = [call.stats for call in texts if call.stats is not None]
+    cycles = [len(call.cycle_seconds) if call.stats is None else call.stats.num_row_cycles for call in texts]
     accepted = [one.num_accepted_tokens for one in stats]
     # On a GPU it is what the drafter has waited for.
     drafting = [(call.stats.draft_seconds, call.seconds) for call in calls if call.stats is not None]
@@ -123,7 +124,9 @@ def _figures(
     }
     return {
         **{key: float(np.median(values)) for key, values in figures.items()},
-        "mean_acceptance_length": _acceptance_length(texts),
+        # Over all cycles of rows, the first token of each row apart.
+        "mean_acceptance_length": pooled([call.mean_acceptance_length * n for call, n in zip(texts, cycles)], cycles)
+        or 1.0,
         # Among those that were compared, and among all; `None` where nothing is known of drafts.
         "acceptance_rate": pooled(accepted, [one.num_reached_tokens for one in stats]),
         "draft_acceptance_rate": pooled(accepted, [one.num_draft_tokens for one in stats]),
@@ -138,12 +141,6 @@ def _figures(
 
 def _tokens_per_second(calls: Sequence[Call], indices: Sequence[int]) -> float:
     return sum(calls[index].num_tokens for index in indices) / sum(calls[index].seconds for index in indices)
-
-
-def _acceptance_length(calls: Sequence[Call]) -> float:
-    """Over all cycles of rows, the first token of each row apart."""
-    cycles = [len(call.cycle_seconds) if call.stats is None else call.stats.num_row_cycles for call in calls]
-    return pooled([call.mean_acceptance_length * n for call, n in zip(calls, cycles)], cycles) or 1.0
 
 
 def _details(rounds: Sequence[Round], with_texts: Sequence[Round], name: str) -> dict[str, Any]:

@@ -137,14 +137,11 @@ def _choices(
     offline: bool,
 ) -> Choices:
     """What is measured: what was named, beside the drafters that are `packaged`; else these, or what is found."""
-    from ..bench.decoders import load_decoders
     from ..diagnosis import Choices
 
     choices = Choices(model)
     if packaged is not None:
-        # What is wrong with them is the user's to correct.
-        names = [text if text in packaged else None for text in specs]
-        choices.add_named(load_decoders(model, [*specs.values()], names=names))
+        choices.add_named([*specs.values()], [text if text in packaged else None for text in specs])
     else:
         for name, settings in specs.items():
             choices.add(name, settings, "comes with the model")

@@ -117,7 +117,7 @@ class Choices:
         try:
             (decoder,) = load_decoders(self.model, [settings])
         except Exception as error:  # noqa: BLE001 - weights of strangers may trip anything
-            self._reject(name, origin, one_line(error, 500))
+            self.rejected.append(Rejection(name, origin, one_line(error, 500)))
             return False
         if any(other.settings == decoder.settings for other in self.decoders):
             return False
@@ -129,8 +129,9 @@ class Choices:
         self._origins[decoder.name] = origin
         return True
 
-    def add_named(self, decoders: Sequence[Decoder]) -> None:
-        """Adds ways that are loaded already."""
+    def add_named(self, specs: Sequence[Mapping[str, Any]], names: Sequence[str | None]) -> None:
+        """Loads ways that the user names, who is to correct what is wrong with them."""
+        decoders = load_decoders(self.model, specs, names=names)
         self.decoders += decoders
         self._origins |= {decoder.name: "named by the user" for decoder in decoders}
 
@@ -152,7 +153,7 @@ class Choices:
             elif not reason and (size := candidate.num_bytes or 0) > self._room:
                 reason = f"Its {size / 1e9:.2f} GB do not fit into the {self._room / 1e9:.2f} GB that are free."
             if reason:
-                self._reject(str(candidate), candidate.reason, reason)
+                self.rejected.append(Rejection(str(candidate), candidate.reason, reason))
             else:
                 settings = candidate.configured(SpeculativeConfig(method=AUTO)).to_dict()
                 added += self.add(str(candidate), settings, candidate.reason)
@@ -182,9 +183,6 @@ class Choices:
     def origin_of(self, name: str) -> str:
         """Where the way of this name comes from."""
         return self._origins.get(name, "the baseline")
-
-    def _reject(self, name: str, origin: str, reason: str) -> None:
-        self.rejected.append(Rejection(name, origin, reason))
 
 
 def recommend(report: Mapping[str, Any], choices: Choices, batch_size: int) -> Advice:

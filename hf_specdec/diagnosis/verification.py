@@ -165,7 +165,9 @@ class _Judge:
         if self.model.dtype.itemsize >= 4:
             error *= _LEAST_ERROR
         elif self.reference is not self.model:
-            error = max(error, _largest_error(_logits(self.model, text, index + 1), logits))
+            likely = logits.topk(min(_LIKELY_TOKENS, logits.shape[1]), dim=1).indices
+            own = _logits(self.model, text, index + 1).to(logits)
+            error = max(error, (own - logits).abs().gather(1, likely).max().item())
         margin = scores.max().item() - min(plain_logit, speculative_logit)
         verdict = TIE if margin <= 2 * error else BUG
         return Difference(name, index, *tokens, plain_logit, speculative_logit, margin, 2 * error, verdict)
@@ -204,9 +206,3 @@ def _processors(model: PreTrainedModel, prompt: torch.LongTensor, max_new_tokens
     call = {"attention_mask": torch.ones_like(prompt), "do_sample": False, "max_new_tokens": max_new_tokens}
     original_generate(type(model))(model, input_ids=prompt, **call, custom_generate=decode)
     return prepared[0]
-
-
-def _largest_error(logits: torch.Tensor, reference: torch.Tensor) -> float:
-    """The largest difference of the logits `(N + 1, V)` of likely tokens."""
-    likely = reference.topk(min(_LIKELY_TOKENS, reference.shape[1]), dim=1).indices
-    return (logits.to(reference) - reference).abs().gather(1, likely).max().item()

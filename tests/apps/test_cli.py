@@ -123,13 +123,16 @@ def test_drafters_in_all_spellings(tmp_path):
 
 
 def test_sampling_options():
-    assert options.sampling(None, None, None, None) == {}
-    assert options.sampling(False, None, None, None) == options.sampling(None, 0.0, None, None) == {"do_sample": False}
-    assert options.sampling(True, None, None, None) == {"do_sample": True}
-    assert options.sampling(None, 0.7, 0.9, 5) == {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    def arguments(*asked):
+        return options.Sampling(*asked).arguments()
+
+    assert arguments(None, None, None, None) == {}
+    assert arguments(False, None, None, None) == arguments(None, 0.0, None, None) == {"do_sample": False}
+    assert arguments(True, None, None, None) == {"do_sample": True}
+    assert arguments(None, 0.7, 0.9, 5) == {"do_sample": True, "temperature": 0.7, "top_p": 0.9, "top_k": 5}
     for wrong in ((True, 0.0, None, None), (False, 0.7, None, None), (None, 0.0, 0.9, None)):
         with pytest.raises(SpecConfigError):
-            options.sampling(*wrong)
+            arguments(*wrong)
 
 
 @pytest.mark.parametrize(
@@ -219,7 +222,7 @@ def test_errors_are_one_line(monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("hf_specdec.cli.generate._generate", interrupted)
+    monkeypatch.setattr("hf_specdec.call.entry.generate", interrupted)
     assert invoke("generate", "demo", PROMPT, code=130).stderr.strip().endswith("Interrupted.")
 
 

@@ -146,25 +146,19 @@ def _parsed(method: str, options: Sequence[str]) -> tuple[DraftTrainingArguments
 
 def _value(name: str, value: Any, kind: Any) -> Any:
     """Reads numbers separated by commas, and sizes from JSON or `name=number,...`; other values stay as they are."""
-    flag = f"--{name.replace('_', '-')}"
-    if get_origin(kind) is tuple:
-        try:
+    if get_origin(kind) not in (tuple, Mapping):
+        return value
+    form = "numbers separated by commas such as 2,8,13"
+    try:
+        if get_origin(kind) is tuple:
             return tuple(int(part) for part in value.split(","))
-        except ValueError as error:
-            raise SpecConfigError(
-                f"{flag} must be numbers separated by commas such as 2,8,13, got '{value}'."
-            ) from error
-    if get_origin(kind) is Mapping:
-        try:
-            if value.lstrip().startswith("{"):
-                return json.loads(value)
-            pairs = (part.partition("=") for part in value.split(","))
-            return {size.strip(): json.loads(number) for size, _, number in pairs}
-        except ValueError as error:
-            raise SpecConfigError(
-                f"{flag} must be sizes such as hidden_size=256,num_hidden_layers=4 or JSON, got '{value}'."
-            ) from error
-    return value
+        form = "sizes such as hidden_size=256,num_hidden_layers=4 or JSON"
+        if value.lstrip().startswith("{"):
+            return json.loads(value)
+        pairs = (part.partition("=") for part in value.split(","))
+        return {size.strip(): json.loads(number) for size, _, number in pairs}
+    except ValueError as error:
+        raise SpecConfigError(f"--{name.replace('_', '-')} must be {form}, got '{value}'.") from error
 
 
 def _print_report(report: dict[str, Any]) -> None:

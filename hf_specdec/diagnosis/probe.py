@@ -29,6 +29,10 @@ FEWEST_DRAFTS = 20
 _CLEAR = 0.1
 
 
+# The drafts of one text by the length of the text before them: their tokens and parents.
+Drafts = dict[int, tuple[list[int], list[int]]]
+
+
 @dataclass
 class Acceptance:
     """Acceptance of drafts at every token of a target's texts."""
@@ -58,6 +62,24 @@ class Acceptance:
         """Tokens committed by a cycle that begins at any token: those accepted and one more."""
         return 1 + sum(self.accepted) / self.num_places if self.num_places else 1.0
 
+    def count(self, text: Sequence[int], drafts: Drafts) -> None:
+        """Judges the drafts of a text, each by the path in it that the text follows."""
+        for length, (tokens, parents) in drafts.items():
+            self.num_places += length < len(text)
+            node: int | None = -1
+            for position, token in enumerate(text[length:]):
+                children = [index for index, parent in enumerate(parents) if parent == node]
+                if not children:
+                    break
+                if position == len(self.reached):
+                    self.reached.append(0)
+                    self.accepted.append(0)
+                self.reached[position] += 1
+                node = next((child for child in children if tokens[child] == token), None)
+                if node is None:
+                    break
+                self.accepted[position] += 1
+
     def is_above(self, other: Acceptance) -> bool:
         """Tells if clearly more first tokens are accepted than in other texts."""
         is_known = min(self.num_drafts, other.num_drafts) >= FEWEST_DRAFTS
@@ -84,40 +106,8 @@ def measure_acceptance(
         for row, new in enumerate(greedy_texts(model, batch, **sampling, assistant=watching)):
             prompt = batch.inputs["input_ids"][row][batch.inputs["attention_mask"][row].bool()].tolist()
             found.tokens += new
-            _count(found, prompt + new, watching.drafts[row])
+            found.count(prompt + new, watching.drafts[row])
     return found
-
-
-# The drafts of one text by the length of the text before them: their tokens and parents.
-Drafts = dict[int, tuple[list[int], list[int]]]
-
-
-def _count(found: Acceptance, text: list[int], drafts: Drafts) -> None:
-    """Judges the drafts of a text."""
-    for length, (tokens, parents) in drafts.items():
-        if length < len(text):
-            found.num_places += 1
-            _count_draft(found, tokens, parents, text[length:])
-
-
-def _count_draft(found: Acceptance, tokens: list[int], parents: list[int], following: list[int]) -> None:
-    """Judges one draft, by the path in it that the text follows."""
-    children: dict[int, list[int]] = defaultdict(list)
-    for index, parent in enumerate(parents):
-        children[parent].append(index)
-    node = -1
-    for position, token in enumerate(following):
-        if not children[node]:
-            return
-        if position == len(found.reached):
-            found.reached.append(0)
-            found.accepted.append(0)
-        found.reached[position] += 1
-        matching = [child for child in children[node] if tokens[child] == token]
-        if not matching:
-            return
-        found.accepted[position] += 1
-        node = matching[0]
 
 
 class _WatchedGenerator(Wrapper):

@@ -16,7 +16,7 @@ from hf_specdec import SpeculativeConfig, cli, demo, forget_speculators
 from hf_specdec.bench.prompts import Batch, Prompt, make_batches
 from hf_specdec.candidate_generators.eagle.generator import EagleCandidateGenerator
 from hf_specdec.diagnosis import BUG, TIE, advice, advise, diagnose, verification, verify
-from hf_specdec.diagnosis.probe import Acceptance, _count
+from hf_specdec.diagnosis.probe import Acceptance
 from hf_specdec.diagnosis.verification import _Judge
 from hf_specdec.drafting.slots import DraftEntries
 from hf_specdec.logits import rules
@@ -191,7 +191,7 @@ def test_acceptance_by_position():
     # At 5 a tree: 8 and 4 after the anchor, 5 after 4. At 6 and 7 the text ends within the draft, and before it.
     drafts = {2: ([1, 2, 9], chain), 3: ([2, 3, 4], chain), 4: ([], []), 5: ([8, 4, 5], [-1, -1, 1])}
     drafts |= {6: ([5, 6], [-1, 0]), 7: ([1], [-1])}
-    _count(found, [7, 8, 1, 2, 3, 4, 5], drafts)
+    found.count([7, 8, 1, 2, 3, 4, 5], drafts)
     assert (found.reached, found.accepted, found.num_places) == ([4, 3, 2], [4, 3, 1], 5)
     assert found.acceptance_length == pytest.approx(1 + 8 / 5)
 

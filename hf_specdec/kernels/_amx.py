@@ -20,18 +20,35 @@ from numba import njit, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-from ._few_rows import BFLOAT16, FLOAT32, TARGET, compiled_entry, load, store, taking, zeros
+from ._few_rows import (
+    BFLOAT16,
+    FLOAT32,
+    LANES,
+    LONG,
+    TARGET,
+    VECTOR,
+    WORD,
+    compiled_entry,
+    load,
+    round_to_bfloat16,
+    taking,
+)
 
 
 SIZE = 16  # outputs and rows of a tile
 DEPTH = 32  # inputs of a tile
+AREA = SIZE * SIZE
 OUTPUTS = 2 * SIZE  # of a step
-NUM_SUMS = 4 * SIZE * SIZE  # in four tiles, of two blocks of rows
+MOST_ROWS = 256  # of a step
+NUM_SUMS = MOST_ROWS * OUTPUTS
+PART = 256  # of the inputs of many rows
 
 # Linux: the system call that asks for a part of the processor's state, with the code for asking and that of tiles.
 _ARCH_PRCTL, _ASK, _TILES = 158, 0x1023, 18
 
-_is_able = sys.platform == "linux" and set(TARGET[2].split(",")).issuperset({"+amx-tile", "+amx-bf16"})
+_is_able = (
+    sys.platform == "linux" and LANES == SIZE and set(TARGET[2].split(",")).issuperset({"+amx-tile", "+amx-bf16"})
+)
 if not _is_able or ctypes.CDLL(None).syscall(_ARCH_PRCTL, _ASK, _TILES):
     raise ImportError("The processor has no tiles, or the system does not allow them.")
 
@@ -106,40 +123,101 @@ def multiply_add(typingctx, total, weights, x):
     return types.void(total, weights, x), codegen
 
 
+@intrinsic(prefer_literal=True)
+def room(typingctx, kind, count):
+    """Room for numbers, which hold anything."""
+
+    def codegen(context, builder, signature, args):
+        return cgutils.alloca_once(builder, context.get_value_type(kind.instance_type), size=count.literal_value)
+
+    return types.CPointer(kind.instance_type)(kind, count), codegen
+
+
+@intrinsic
+def write_block(typingctx, sums, place, biases, bias_place, y, y_place, y_stride, rows):
+    """Writes so many rows of 16 outputs, of which memory has the sums output by output, with their biases, rounded."""
+
+    def codegen(context, builder, signature, args):
+        sums, place, biases, bias_place, y, y_place, y_stride, rows = args
+        biases = builder.load(builder.bitcast(builder.gep(biases, [bias_place]), VECTOR.as_pointer()), align=4)
+        lines = []
+        for output in range(SIZE):
+            at = builder.gep(sums, [builder.add(place, ir.Constant(LONG, output * SIZE))])
+            lines.append(builder.load(builder.bitcast(at, VECTOR.as_pointer()), align=4))
+        # A transposition in four steps, which exchange halves, quarters, ... of pairs of lines.
+        for step in (8, 4, 2, 1):
+            first = [lane if not lane & step else SIZE + lane - step for lane in range(SIZE)]
+            second = [lane + step if not lane & step else SIZE + lane for lane in range(SIZE)]
+            for line in range(SIZE):
+                if not line & step:
+                    pair = lines[line], lines[line + step]
+                    for index, lanes in ((line, first), (line + step, second)):
+                        mask = ir.Constant(ir.VectorType(WORD, SIZE), lanes)
+                        lines[index] = builder.shuffle_vector(*pair, mask)
+        halves = ir.VectorType(ir.IntType(16), SIZE)
+        for row, line in enumerate(lines):
+            with builder.if_then(builder.icmp_signed("<", ir.Constant(LONG, row), rows)):
+                rounded = round_to_bfloat16(builder, builder.fadd(line, biases))
+                at = builder.gep(y, [builder.add(y_place, builder.mul(y_stride, ir.Constant(LONG, row)))])
+                builder.store(rounded, builder.bitcast(at, halves.as_pointer()), align=2)
+
+    return types.void(sums, types.int64, biases, types.int64, y, types.int64, types.int64, types.int64), codegen
+
+
 @njit
 def _outputs_of_all_rows(x, w, b, y, sizes, rows, output, stop):
-    """The products of all rows with two tiles of outputs, of which the last ones may repeat some."""
+    """The products of all rows with two tiles of outputs, of which the last ones may repeat some.
+
+    Many rows go through parts of the inputs, so that weights and x are read from the first cache.
+    """
     inputs, outputs, w_stride, b_stride, y_stride = sizes
     first, second = min(output, outputs - SIZE), min(output + SIZE, outputs - SIZE)
-    sums = zeros(FLOAT32, NUM_SUMS)
-    for row in range(0, rows, 2 * SIZE):
-        has_two = rows - row > SIZE
-        clear_tile(0)
-        clear_tile(1)
-        clear_tile(2)
-        clear_tile(3)
-        other = row + SIZE if has_two else row
-        for i in range(0, inputs, DEPTH):
-            load_tile(6, x, row * inputs + i * SIZE, 64)
-            load_tile(4, w, first * w_stride + i, 2 * w_stride)
-            multiply_add(0, 4, 6)
-            load_tile(5, w, second * w_stride + i, 2 * w_stride)
-            multiply_add(1, 5, 6)
-            if has_two:
-                load_tile(7, x, other * inputs + i * SIZE, 64)
-                multiply_add(2, 4, 7)
-                multiply_add(3, 5, 7)
-        store_tile(0, sums, 0, 64)
-        store_tile(1, sums, SIZE * SIZE, 64)
-        store_tile(2, sums, 2 * SIZE * SIZE, 64)
-        store_tile(3, sums, 3 * SIZE * SIZE, 64)
-        for r in range(min(rows - row, 2 * SIZE)):
-            place = r // SIZE * 2 * SIZE * SIZE + r % SIZE
-            for o in range(SIZE):
-                total = load(sums, place + o * SIZE, 1) + load(b, (first + o) * b_stride, 1)
-                store(y, (row + r) * y_stride + first + o, total)
-                total = load(sums, place + (SIZE + o) * SIZE, 1) + load(b, (second + o) * b_stride, 1)
-                store(y, (row + r) * y_stride + second + o, total)
+    sums, biases = room(FLOAT32, NUM_SUMS), room(FLOAT32, OUTPUTS)
+    for o in range(SIZE):
+        biases[o] = load(b, (first + o) * b_stride, 1)
+        biases[SIZE + o] = load(b, (second + o) * b_stride, 1)
+    part = inputs if rows <= 2 * SIZE else min(inputs, PART)
+    for begin in range(0, rows, MOST_ROWS):
+        end = min(begin + MOST_ROWS, rows)
+        for start in range(0, inputs, part):
+            last = min(start + part, inputs)
+            for row in range(begin, end, 2 * SIZE):
+                place, has_two = (row - begin) * OUTPUTS, end - row > SIZE
+                if start:
+                    load_tile(0, sums, place, 64)
+                    load_tile(1, sums, place + AREA, 64)
+                    load_tile(2, sums, place + 2 * AREA, 64)
+                    load_tile(3, sums, place + 3 * AREA, 64)
+                else:
+                    clear_tile(0)
+                    clear_tile(1)
+                    clear_tile(2)
+                    clear_tile(3)
+                if has_two:
+                    for i in range(start, last, DEPTH):
+                        load_tile(6, x, row * inputs + i * SIZE, 64)
+                        load_tile(4, w, first * w_stride + i, 2 * w_stride)
+                        multiply_add(0, 4, 6)
+                        load_tile(5, w, second * w_stride + i, 2 * w_stride)
+                        multiply_add(1, 5, 6)
+                        load_tile(7, x, (row + SIZE) * inputs + i * SIZE, 64)
+                        multiply_add(2, 4, 7)
+                        multiply_add(3, 5, 7)
+                else:
+                    for i in range(start, last, DEPTH):
+                        load_tile(6, x, row * inputs + i * SIZE, 64)
+                        load_tile(4, w, first * w_stride + i, 2 * w_stride)
+                        multiply_add(0, 4, 6)
+                        load_tile(5, w, second * w_stride + i, 2 * w_stride)
+                        multiply_add(1, 5, 6)
+                store_tile(0, sums, place, 64)
+                store_tile(1, sums, place + AREA, 64)
+                store_tile(2, sums, place + 2 * AREA, 64)
+                store_tile(3, sums, place + 3 * AREA, 64)
+        for row in range(begin, end, SIZE):
+            place = ((row - begin) // OUTPUTS * 4 + (row - begin) // SIZE % 2 * 2) * AREA
+            write_block(sums, place, biases, 0, y, row * y_stride + first, y_stride, end - row)
+            write_block(sums, place + AREA, biases, SIZE, y, row * y_stride + second, y_stride, end - row)
 
 
 _product = taking(_outputs_of_all_rows, OUTPUTS, 0)
@@ -160,5 +238,5 @@ def packed(x: torch.Tensor) -> torch.Tensor:
     """Rows `(..., I)` in the order in which tiles read them, with zeros up to a multiple of 16."""
     inputs = x.shape[-1]
     rows = x.reshape(-1, inputs)
-    rows = F.pad(rows, (0, 0, 0, -len(rows) % SIZE))
-    return rows.view(-1, SIZE, inputs // DEPTH, DEPTH // 2, 2).permute(0, 2, 3, 1, 4).contiguous()
+    pairs = F.pad(rows, (0, 0, 0, -len(rows) % SIZE)).view(torch.int32)
+    return pairs.view(-1, SIZE, inputs // DEPTH, DEPTH // 2).permute(0, 2, 3, 1).contiguous()

@@ -125,6 +125,20 @@ def load(typingctx, numbers, index, count):
     return (vector if lanes > 1 else types.float32)(numbers, index, count), codegen
 
 
+def round_to_bfloat16(builder, value):
+    """Code for the bits of a float32, or of a vector of them, rounded to 16."""
+    lanes = getattr(value.type, "count", 0)
+
+    def constant(number):
+        return ir.Constant(ir.VectorType(WORD, lanes), [number] * lanes) if lanes else ir.Constant(WORD, number)
+
+    bits = builder.bitcast(value, constant(0).type)
+    is_odd = builder.and_(builder.lshr(bits, constant(16)), constant(1))
+    nearest = builder.add(bits, builder.add(is_odd, constant(0x7FFF)))
+    kept = builder.select(builder.fcmp_unordered("uno", value, value), constant(0x7FC00000), nearest)
+    return builder.trunc(builder.lshr(kept, constant(16)), ir.VectorType(BITS, lanes) if lanes else BITS)
+
+
 @intrinsic
 def store(typingctx, numbers, index, value):
     """Writes a float32, rounded to the nearest number, of two to the even one."""
@@ -134,12 +148,7 @@ def store(typingctx, numbers, index, value):
         if numbers.dtype == FLOAT16:
             value = builder.fptrunc(value, HALF)
         elif numbers.dtype == BFLOAT16:
-            bits, half = builder.bitcast(value, WORD), ir.Constant(WORD, 16)
-            is_odd = builder.and_(builder.lshr(bits, half), ir.Constant(WORD, 1))
-            nearest = builder.add(bits, builder.add(is_odd, ir.Constant(WORD, 0x7FFF)))
-            nan = ir.Constant(WORD, 0x7FC00000)
-            kept = builder.select(builder.fcmp_unordered("uno", value, value), nan, nearest)
-            value = builder.trunc(builder.lshr(kept, half), BITS)
+            value = round_to_bfloat16(builder, value)
         place = builder.gep(args[0], [args[1]])
         builder.store(value, builder.bitcast(place, STORED[numbers.dtype].as_pointer()))
 

@@ -58,7 +58,7 @@ def rule_of(dtype: torch.dtype) -> Rule:
                     over 32, and more for matrices of less than 2 MB
         bfloat16    EPYC 0.5 over one row, 0.7 over 8, 0.9 over 12; Xeon 0.6 over one row, 0.95 over 5, 1.2 over 8
         float16     Xeon 0.7 over one row, 0.6 over 8, 0.95 over 32
-        in tiles    Xeon (1.5B) 0.75 over one row, 0.75 over 4, 0.7 over 16, 0.85 over 32, 0.9 over 48, 1.2 over 64
+        in tiles    Xeon (1.5B) 0.65 over 8 rows, 0.6 over 16 and 32, 0.75 over 64, 0.95 over 128, 1.15 over 256
 
     Beside widened weights the kernel is the faster one up to 128 rows.
     """
@@ -67,7 +67,7 @@ def rule_of(dtype: torch.dtype) -> Rule:
     if multiplies(dtype) is False:
         return Rule(range(1, 129), widens=True)
     if dtype == torch.bfloat16:
-        return Rule(range(1, 6 if is_intel() else 9), range(5, 49))
+        return Rule(range(1, 6 if is_intel() else 9), range(4, 129))
     return Rule(range(1, 33))
 
 

@@ -73,8 +73,8 @@ def test_large_matrices_side_by_side(threads):
 
 
 @given(
-    rows=st.integers(1, 70),
-    depth=st.integers(1, 9),
+    rows=st.integers(1, 70) | st.integers(257, 300),
+    depth=st.integers(1, 12),
     outputs=st.integers(16, 100),
     more=st.integers(16, 40),
     has_bias=st.booleans(),

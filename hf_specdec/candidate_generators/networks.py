@@ -90,8 +90,8 @@ class NetworkGenerator(CandidateGenerator):
     # What a method says
 
     def shape(self) -> TokenTree | DynamicTree:
-        """Shape of the drafts of the call; a chain if tokens are sampled."""
-        raise NotImplementedError(f"{type(self).__name__} must implement shape().")
+        """Shape of the drafts of the call; by default, and if tokens are sampled, a chain."""
+        return TokenTree.chain(self.config.fixed_length or self.default_num_speculative_tokens)
 
     def make_slots(self, **places: Any) -> DraftSlots | None:
         """Slots of the text, with the arguments of [`DraftSlots`] beside the network; `None` for none."""
@@ -356,9 +356,6 @@ class OverTargetGenerator(NetworkGenerator):
     def lent_slots(self, target: SlotModel, lengths: list[int]) -> Any:
         """The target's slots, whose rows have these lengths without what is new, as a [`Runner`] takes them."""
         raise NotImplementedError
-
-    def shape(self) -> TokenTree:
-        return TokenTree.chain(self.config.fixed_length or self.default_num_speculative_tokens)
 
     def propose(self, step: DraftStep) -> DraftTree:
         if self.session.target is None:

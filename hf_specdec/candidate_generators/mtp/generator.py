@@ -124,7 +124,7 @@ class AssistantCandidateGenerator(OverTargetGenerator):
     default_num_speculative_tokens = 3
     _lending: dict[str, int] | None = None
 
-    def shape(self) -> TokenTree:
+    def shape(self) -> TokenTree | DynamicTree:
         refuse_trees(self.config, f"a {type(self.network).__name__} drafts chains")
         return super().shape()
 

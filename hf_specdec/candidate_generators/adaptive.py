@@ -13,19 +13,14 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from transformers.utils import logging
-
 from ..control.clock import CycleClock
 from ..control.controller import ScheduledLength, SpeculationController
 from ..control.rates import RowOutcome
 from ..drafting.defer import UnreadText
 from ..drafts import DraftTree
 from ..protocol import Commit, DeviceCommit, DraftStep, Prompt
-from .base import CandidateGenerator
-from .wrapper import Wrapper
+from .base import CandidateGenerator, Wrapper
 
-
-logger = logging.get_logger(__name__)
 
 # Commits that are kept at most while nothing is drafted; some hold states of the target.
 _MOST_HELD = 256
@@ -156,9 +151,7 @@ class AdaptiveCandidateGenerator(Wrapper):
         super().close()
         if self._longest:
             self.controller.close()
-            note = (
+            self.note(
                 f"{self.controller.kind}: at most {sum(self._longest) / len(self._longest):.1f} draft tokens a cycle "
                 f"on average, {self._longest.count(0)} of {len(self._longest)} cycles without drafts"
             )
-            self.session.notes.append(note)
-            logger.info(f"{note}.")

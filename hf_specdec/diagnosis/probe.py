@@ -16,8 +16,7 @@ from transformers import PreTrainedModel
 
 from ..bench.engine import greedy_texts
 from ..bench.prompts import Batch
-from ..candidate_generators.base import CandidateGenerator
-from ..candidate_generators.wrapper import Wrapper
+from ..candidate_generators.base import CandidateGenerator, Wrapper
 from ..drafts import DraftTree
 from ..protocol import DraftStep, Session
 from ..settings import FIXED

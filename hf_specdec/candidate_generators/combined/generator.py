@@ -32,9 +32,8 @@ from ...settings import SpeculativeConfig
 from ...settings.checks import hints_of, setting
 from ...threads import cached_property
 from ...transfers import upload
-from ..base import CandidateGenerator
+from ..base import CandidateGenerator, Wrapper
 from ..row_trees import first_path, grafted
-from ..wrapper import Wrapper
 from .policy import DrafterChoice
 
 

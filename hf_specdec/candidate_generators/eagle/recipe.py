@@ -54,10 +54,6 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
     method = "eagle3"
     own_embedding: bool = False
 
-    def further_parts(self, target: PreTrainedModel) -> dict[str, Any]:
-        """Settings of the network beside those of every head."""
-        return {}
-
     def __post_init__(self) -> None:
         super().__post_init__()
         if not self.own_head and (self.hidden_size or self.draft_vocab_size):
@@ -75,7 +71,7 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
                 f"{self.draft_vocab_size}."
             )
 
-    def build(self, target: PreTrainedModel) -> EagleNetwork:
+    def build(self, target: PreTrainedModel, **further: Any) -> EagleNetwork:
         num_layers, vocab_size = len(decoder_layers(target)), vocabulary_size(target)
         size = self.hidden_size or hidden_size(target)
         draft_size = self.draft_vocab_size or vocab_size
@@ -89,7 +85,7 @@ class Eagle3Recipe(Eagle3Training, AutoregressiveRecipe):
             own_embedding=self.own_embedding or size != hidden_size(target),
             own_head=self.own_head,
             has_token_ids=draft_size != vocab_size,
-            **self.further_parts(target),
+            **further,
         )
         network = EagleNetwork(config).attach(target)
         if network.embed_tokens is not None:
@@ -120,11 +116,9 @@ class PEagleRecipe(PEagleTraining, Eagle3Recipe):
         super().check(target)
         mask_token_for(target, self.mask_token_id)
 
-    def further_parts(self, target: PreTrainedModel) -> dict[str, Any]:
-        return {"mask_token_id": mask_token_for(target, self.mask_token_id), "num_parallel_tokens": self.ttt_steps}
-
-    def build(self, target: PreTrainedModel) -> EagleNetwork:
-        network = super().build(target)
+    def build(self, target: PreTrainedModel, **further: Any) -> EagleNetwork:
+        token = mask_token_for(target, self.mask_token_id)
+        network = super().build(target, mask_token_id=token, num_parallel_tokens=self.ttt_steps, **further)
         # At zero the norm of a state is as steep as can be.
         torch.nn.init.normal_(network.mask_hidden, std=0.02)
         return network

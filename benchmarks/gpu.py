@@ -61,7 +61,7 @@ from transformers.utils import logging as transformers_logging
 from hf_specdec import record
 from hf_specdec.drafts import TokenTree
 from hf_specdec.errors import MissingDependencyError
-from hf_specdec.kernels import early, projections
+from hf_specdec.kernels import launching, projections
 from hf_specdec.kernels._triton import HAS_TRITON, triton
 from hf_specdec.machine import describe_environment, num_threads
 from hf_specdec.target import graphs
@@ -98,7 +98,7 @@ PROFILED_DRAFTS += ("draft_model, chain of 5",)
 _takes = projections.takes_linears
 WAYS: dict[str, tuple[tuple[Any, str, Any], ...]] = {
     "usual": (),
-    "kernels begin early": ((early, "LAUNCHES_EARLY", True),),
+    "kernels begin early": ((launching, "LAUNCHES_EARLY", True),),
     "norms apart from products": ((projections, "can_norm", lambda norm: False),),
     "torch's products where one is alone": (
         (projections, "takes_linears", lambda linears: len(linears) > 1 and _takes(linears)),
@@ -432,7 +432,7 @@ class Figures:
             with ExitStack() as stack:
                 for change in changes:
                     stack.enter_context(patch.object(*change))
-                if early.LAUNCHES_EARLY and not early.launches_early(target.get_input_embeddings().weight):
+                if launching.LAUNCHES_EARLY and not launching.launches_early(target.get_input_embeddings().weight):
                     continue
                 replayed += [(way, count, self._captured(count), []) for count in WAYS_NODES]
                 if self._run(self._nodes(1))["same_texts"] < 1:

@@ -17,8 +17,8 @@ from transformers.generation import logits_process as hf
 
 from hf_specdec.drafts import chain_topology
 from hf_specdec.kernels import _triton
-from hf_specdec.kernels.sampling import propose_from_probs
-from hf_specdec.kernels.tree_attention import SlotTree, pack_ancestors, tree_attention
+from hf_specdec.kernels.sampling import sample_from_probs
+from hf_specdec.kernels.tree_attention import SlotTree, pack_words, tree_attention_triton
 from hf_specdec.layers.llama import GatedMLP
 from hf_specdec.layers.plan import bind_linears, way_of
 from hf_specdec.logits.warpers import Warpers
@@ -42,7 +42,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> list[Row]:
         for nodes in (1, 16, 60):
             query, topology = draw((1, heads, nodes, size)), chain_topology(nodes - 1, device)
             lengths, starts = (torch.full((1,), value, dtype=torch.long, device=device) for value in (context, 0))
-            tree = SlotTree(lengths, starts, pack_ancestors(topology.ancestors), topology.depths)
+            tree = SlotTree(lengths, starts, pack_words(topology.ancestors)[None], topology.depths)
             times = {
                 "kernel_us": _microseconds(_attend, layers, device, query, tree),
                 "torch_us": _microseconds(_attend_without_mask, layers, device, query, context),
@@ -54,7 +54,7 @@ def attention(device: torch.device, dtype: torch.dtype) -> list[Row]:
 
 
 def _attend(keys: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, tree: SlotTree) -> torch.Tensor:
-    return tree_attention(query, *keys, tree)[0, 0, 0, 0]
+    return tree_attention_triton(query, *keys, tree)[0, 0, 0, 0]
 
 
 def _attend_without_mask(keys: tuple[torch.Tensor, torch.Tensor], query: torch.Tensor, context: int) -> torch.Tensor:
@@ -123,7 +123,7 @@ def drawn_tokens(device: torch.device, dtype: torch.dtype) -> list[Row]:
 
 
 def _draw(warpers: Warpers, logits: torch.FloatTensor, uniforms: torch.Tensor) -> torch.LongTensor:
-    return propose_from_probs(warpers(None, logits).softmax(-1), uniforms)
+    return sample_from_probs(warpers(None, logits).softmax(-1), uniforms, proposes=True)
 
 
 def _microseconds(compute: Callable, layers: list[Any], device: torch.device, *arguments: Any) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 from ..protocol import Commit, Prompt
 from ..transfers import upload
@@ -67,8 +68,21 @@ class UnreadText:
         device = self.commits[0].tokens.device
         texts = self._texts() | {numbers[row]: text for row, text in other._texts().items()}
         self.clear()
-        self._begin_with(texts, device)
         other.clear()
+        # From now on as if all but their last tokens had been prompts.
+        keys = next(iter(texts.values())).states
+        # The rows of a prompt are numbered in their order, so numbers that are free get a token of no text.
+        nothing = _Text([0, 0], {key: torch.zeros_like(value[:1]) for key, value in keys.items()})
+        every = [texts.get(row, nothing) for row in range(max(texts) + 1)]
+        length = max(len(text.tokens) for text in every) - 1
+        starts = [length + 1 - len(text.tokens) for text in every]
+        tokens = [[0] * start + text.tokens[:-1] for start, text in zip(starts, every)]
+        states = {key: pad_sequence([text.states[key] for text in every], True, padding_side="left") for key in keys}
+        self.prefill(Prompt(upload(tokens, device), starts, states))
+        self._rows = list(texts)
+        last = [text.tokens[-1:] for text in texts.values()]
+        last_states = {key: torch.stack([text.states[key][-1:] for text in texts.values()]) for key in keys}
+        self.observe(Commit(list(texts), upload(last, device), last, [0] * len(last), last_states))
 
     @property
     def _is_whole(self) -> bool:
@@ -90,24 +104,6 @@ class UnreadText:
             }
             texts[row] = _Text([*old, *new], states)
         return texts
-
-    def _begin_with(self, texts: dict[int, _Text], device: torch.device) -> None:
-        """Holds texts as if all but their last tokens had been prompts."""
-        # The rows of a prompt are numbered in their order, so numbers that are free get a token of no text.
-        count, length = max(texts) + 1, max(len(text.tokens) for text in texts.values()) - 1
-        tokens, starts = [[0] * length for _ in range(count)], [length - 1] * count
-        keys = next(iter(texts.values())).states
-        states = {key: value.new_zeros((count, length, value.shape[-1])) for key, value in keys.items()}
-        for row, text in texts.items():
-            starts[row] = length - len(text.tokens) + 1
-            tokens[row][starts[row] :] = text.tokens[:-1]
-            for key, value in text.states.items():
-                states[key][row, starts[row] :] = value
-        self.prefill(Prompt(upload(tokens, device), starts, states))
-        self._rows = list(texts)
-        last = [text.tokens[-1:] for text in texts.values()]
-        last_states = {key: torch.stack([text.states[key][-1:] for text in texts.values()]) for key in keys}
-        self.observe(Commit(list(texts), upload(last, device), last, [0] * len(last), last_states))
 
     def keep_rows(self, keep: list[int]) -> None:
         """Drops finished rows, those of the reader among them."""

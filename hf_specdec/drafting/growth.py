@@ -107,7 +107,12 @@ class DraftNodes(NamedTuple):
         assert self.log_probs is not None, "nodes of a dynamic tree without log-probabilities"
         parts = self.tokens, self.parents, self.log_probs
         ends = [self.sizes[min(depth, len(self.sizes) - 1)] for depth in depths]
-        counts, widest = self._cut(ends), self.tokens.shape[1]
+        counts, widest = self.counts, self.tokens.shape[1]
+        if self.places is not None and min(ends) < self.sizes[-1]:
+            is_drafted = self.places < upload(ends, self.places.device)[:, None]
+            if counts is not None:
+                is_drafted &= torch.arange(widest, device=self.places.device) < counts[:, None]
+            counts = is_drafted.sum(1)
         if counts is None:
             counts = [min(end, widest) for end in ends]
             widest = max(counts)
@@ -120,15 +125,6 @@ class DraftNodes(NamedTuple):
             padding = torch.arange(widest, device=device) >= counts[:, None]
             log_probs = log_probs.masked_fill(padding, -math.inf)
         return DraftTree(tokens, parents, counts, path_log_probs=log_probs)
-
-    def _cut(self, ends: list[int]) -> torch.LongTensor | None:
-        """Number of each row's nodes `(R,)` among the first `ends[r]` candidates; `None` where the host knows it."""
-        if self.places is None or self.sizes is None or min(ends) >= self.sizes[-1]:
-            return self.counts
-        is_drafted = self.places < upload(ends, self.places.device)[:, None]
-        if self.counts is not None:
-            is_drafted &= torch.arange(self.places.shape[1], device=self.places.device) < self.counts[:, None]
-        return is_drafted.sum(1)
 
 
 def grow(

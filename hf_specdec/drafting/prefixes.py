@@ -74,13 +74,10 @@ def best_candidates(logits: torch.Tensor, count: int, ids: torch.LongTensor | No
 
 def confidences(logits: torch.Tensor) -> torch.FloatTensor:
     """The largest probability of each position, in float32: `(R, K, V)` to `(R, K)`. Never NaN."""
-    return by_chunks(_largest_probability, logits).nan_to_num_(nan=0.0)
-
-
-def _largest_probability(logits: torch.Tensor) -> torch.FloatTensor:
     # Against the exponential of a difference of large numbers (the maximum and the logsumexp) this is exact at 1000,
     # and unlike a plain sum the kernels of softmax compute a row alike whatever is around it.
-    return logits.softmax(-1, dtype=torch.float32).amax(-1)
+    largest = by_chunks(lambda chunk: chunk.softmax(-1, dtype=torch.float32).amax(-1), logits)
+    return largest.nan_to_num_(nan=0.0)
 
 
 def by_chunks(function: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
@@ -98,29 +95,18 @@ def best_prefixes(lattice: Lattice, budget: int, limits: DepthLimits, siblings: 
     at once or none, and the last one that gets any maybe fewer.
     """
     lattice = lattice.cut(limits.deepest, siblings or budget)
+    log_probs = lattice.log_probs.nan_to_num(nan=_IMPOSSIBLE, neginf=_IMPOSSIBLE).double()
+    lattice = lattice._replace(log_probs=log_probs)
     width, device = lattice.tokens.shape[3], lattice.tokens.device
     depths = limits.depths.to(device, non_blocking=True)
     best_cells = _cells_by_a_heap if limits.waits and device.type in _HOST_DEVICES else _cells_by_levels
-    tokens, parents, totals = _nodes(best_cells, lattice, budget, depths, siblings)
+    if siblings is None:
+        cells, parents, totals = best_cells(lattice, budget, depths)
+        tokens = lattice.tokens.flatten(1).gather(1, cells - 1)
+    else:
+        tokens, parents, totals = _children(lattice, *best_cells(lattice, -(-budget // width) - 1, depths - 1))
     sizes = [num_nodes(width, depth, budget, siblings) for depth in range(limits.deepest + 1)]
     return DraftNodes(tokens[:, :budget], parents[:, :budget], sizes, totals[:, :budget].float())
-
-
-def _nodes(
-    best_cells: Callable[[Lattice, int, torch.LongTensor], _Nodes],
-    lattice: Lattice,
-    budget: int,
-    limits: torch.LongTensor,
-    siblings: int | None,
-) -> _Nodes:
-    """The nodes of trees, whose prefixes `best_cells` finds."""
-    log_probs = lattice.log_probs.nan_to_num(nan=_IMPOSSIBLE, neginf=_IMPOSSIBLE).double()
-    lattice = lattice._replace(log_probs=log_probs)
-    if siblings is None:
-        cells, parents, totals = best_cells(lattice, budget, limits)
-        return lattice.tokens.flatten(1).gather(1, cells - 1), parents, totals
-    num_parents = -(-budget // lattice.tokens.shape[3]) - 1
-    return _children(lattice, *best_cells(lattice, num_parents, limits - 1))
 
 
 def _children(lattice: Lattice, cells: torch.LongTensor, above: torch.LongTensor, totals: torch.Tensor) -> _Nodes:
@@ -186,7 +172,10 @@ def _cells_by_levels(lattice: Lattice, budget: int, limits: torch.LongTensor) ->
         best = _descending(totals)[:, : budget + 1].sort(dim=1).values
         totals, cells = totals.gather(1, best), cells.gather(1, best)
 
-    parents = _preorder_parents(_depths(cells, per_position))
+    # A node's parent is the last one before it that is one shallower; the anchor's is itself.
+    depths, indices = _depths(cells, per_position), torch.arange(cells.shape[1], device=device)
+    is_above = (depths[:, None] == depths[..., None] - 1) & (indices < indices[:, None])
+    parents = torch.where(is_above, indices, 0).amax(-1)
     # From the order of the ranks to that of the probabilities, without the anchor.
     order = _descending(totals[:, 1:])[:, : num_prefixes(width, depth, budget)] + 1
     nodes = torch.arange(order.shape[1], device=device).expand_as(order)
@@ -208,14 +197,6 @@ def _descending(values: torch.Tensor) -> torch.LongTensor:
 def _depths(cells: torch.LongTensor, per_position: int) -> torch.LongTensor:
     """Positions that a prefix takes, from the cell of its last token (0: the anchor)."""
     return (cells + (per_position - 1)).div(per_position, rounding_mode="floor")
-
-
-def _preorder_parents(depths: torch.LongTensor) -> torch.LongTensor:
-    """Index of each node's parent (the anchor's is itself), from depths `(R, L)` in the order of ranks."""
-    # The last one before it that is one shallower.
-    indices = torch.arange(depths.shape[1], device=depths.device)
-    is_above = (depths[:, None] == depths[..., None] - 1) & (indices < indices[:, None])
-    return torch.where(is_above, indices, 0).amax(-1)
 
 
 def num_nodes(width: int, depth: int, budget: int, siblings: int | None = None) -> int:

@@ -70,11 +70,11 @@ class Runner:
         width: int = 1,
         ahead: int = 0,
     ) -> Any:
-        """Reads new entries, and maybe drafts after them, as a graph; `None` where there is none to run.
+        """Lets a graph `read` new entries, and maybe draft after them; `None` where there is none to run.
 
-        `read` does it, and returns tensors `(R, ...)`, nested or not, to be used before the next graph runs. The slots
-        keep the entries, where the host knows how many they are; else whoever learns it keeps them. The graph pads the
-        entries of a row to `width`, and writes at most `ahead` slots after them; `key` is what else is built into it.
+        The tensors `(R, ...)` that `read` returns are to be used before the next graph runs. The slots keep the
+        entries, where the host knows how many they are; else whoever learns it keeps them. The graph pads the entries
+        of a row to `width`, and writes at most `ahead` slots after them; `key` is what else is built into it.
         """
         slots, kept = state.slots, dict(state.kept)
         tensors = new.states if new.tokens is None else {"tokens": new.tokens, **new.states}

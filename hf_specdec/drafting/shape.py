@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-import torch
-
 from ..drafts import TokenTree
 from ..drafts.static import MAX_NODES
 from ..errors import SpecConfigError
@@ -101,7 +99,11 @@ def draft_shape(
     elif length or not (growth or (prefers_trees and session.batch_size <= most_rows)):
         return TokenTree.chain(length or chain_length)
     else:
-        plan = _dynamic_tree(config.options, vocab_size, session.device)
+        usual = _TREES.get(session.device.type, _TREE)
+        depth, top_k, num_nodes = (getattr(config.options, name) or usual[name] for name in _TREE)
+        plan = DynamicTree.of(depth - 1, min(top_k, vocab_size), num_nodes + 1)
+        if plan.widths[0] == 1:
+            plan = TokenTree.chain(plan.max_depth)
     if not chain_only_reason or plan.is_chain:
         return plan
     session.notes.append(f"chains instead of trees: {chain_only_reason}")
@@ -135,11 +137,3 @@ def static_tree(paths: tuple[tuple[int, ...], ...], vocab_size: int, num_heads: 
             "Pass a narrower tree."
         )
     return tree
-
-
-def _dynamic_tree(options: ExtrapolationOptions, vocab_size: int, device: torch.device) -> TokenTree | DynamicTree:
-    usual = _TREES.get(device.type, _TREE)
-    depth, top_k, num_nodes = (getattr(options, name) or usual[name] for name in _TREE)
-    top_k = min(top_k, vocab_size)
-    tree = DynamicTree.of(depth - 1, top_k, num_nodes + 1)
-    return TokenTree.chain(tree.max_depth) if top_k == 1 else tree

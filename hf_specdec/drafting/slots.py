@@ -180,33 +180,45 @@ class DraftEntries(DraftSlots):
         """Reads the next level of a draft, see [`~drafting.growth.Step`]; the first one follows the anchor."""
         if not self.num_read:
             self._draft = self.plan_read(self.num_nodes)  # a chain of all nodes
-            self._is_chain = True  # so far
-            self._bits: torch.Tensor | None = None
-            self._mask: torch.Tensor | None = None  # (R, F, columns), of the last level
             self._depths: tuple[int, ...] = ()  # of the nodes
-            self._depth = 0
+            # What the last level sees, where it was asked for: bits of nodes, or the mask `(R, F, columns)`.
+            self._seen: torch.Tensor | None = None
         first, count = self.num_read, tokens.shape[1]
+        depth = self._depths[-1] + 1 if first else 0
+        self._depths += (depth,) * count
         self.num_read += count
-        positions = self._draft.positions[:, self._depth : self._depth + 1]
-        self._depths += (self._depth,) * count
-        self._depth += 1
-        self._is_chain = self._is_chain and count == 1
+        positions, is_chain = self._draft.positions[:, depth : depth + 1], self.num_read == depth + 1
         self.cache.plan_write(count, ahead=first)
-        sees_all = self._is_chain and self._draft.is_uniform and self._sees_all
-        mask = None if sees_all else self._level_mask(first, parents)
+        sees_all = is_chain and self._draft.is_uniform and self._sees_all
+        mask = None if sees_all else self._level_mask(first, parents, is_chain)
         tokens, bound = tokens.to(self.device), self._draft.bound
         return self.network(tokens, hidden, positions, mask, self.cache, bound=bound, predicts=True)
 
     # Masks
 
-    def _level_mask(self, first: int, parents: torch.LongTensor | slice) -> Any:
-        """Mask of the last level, from node `first` on, whose parents are nodes of the level before."""
-        if self._is_chain and (self.has_kernel or self._draft.is_uniform):
+    def _level_mask(self, first: int, parents: torch.LongTensor | slice, is_chain: bool) -> Any:
+        """Mask of the last level, from node `first` on: its parents', nodes of the level before, and each node."""
+        draft, starts, before = self._draft, self.first_slots[:, 0], self._seen
+        if is_chain and (self.has_kernel or draft.is_uniform):
             # The nodes of a chain that have been read are as good as kept.
             return self._chain_mask(self.cache.plan, 1)
-        if not self._sees_all:
-            return self._mask_of(self._tree(first, parents))
-        return self._grown_mask(first, parents)
+        if self._sees_all:
+            slots = draft.slots[:, first : self.num_read]
+            if before is None:
+                # At first what the last entry of each row sees, and a chain after it.
+                last = SlotTree(slots[:, 0] - 1, starts, num_queries=1)
+                before = TreeMask(last, FULL).additive(draft.plan.columns, self.dtype)[:, 0]
+            self._seen = pick_nodes(before, parents).scatter_(2, slots[..., None], 0.0)
+            return self._seen[:, None, :, : self.cache.plan.columns]
+        itself = own_bits(draft.slots.shape[1], self.device)
+        bits = itself[None, first : self.num_read]
+        if first:
+            # The last node of what has been a chain so far sees all of it.
+            before = itself[:first].sum(0)[None, None] if before is None else before
+            bits = bits | pick_nodes(before, parents)
+        self._seen = bits
+        depths = kept_tensor(self._depths, self.device)
+        return self._mask_of(SlotTree(draft.plan.starts(self.device), starts, bits, depths))
 
     def _chain_mask(self, plan: WritePlan, count: int) -> Any:
         """Mask of `count` planned entries that see those before them."""
@@ -218,28 +230,6 @@ class DraftEntries(DraftSlots):
         if not self.has_kernel:
             masks = {span: mask.additive(self.cache.plan.columns, self.dtype) for span, mask in masks.items()}
         return masks if len(masks) > 1 else masks[self.spans[0]]
-
-    def _grown_mask(self, first: int, parents: torch.LongTensor | slice) -> torch.Tensor:
-        """Additive mask `(R, 1, F, columns)` of the last level, from node `first` on: its parents' one and itself."""
-        slots = self._draft.slots[:, first : self.num_read]
-        if self._mask is None:
-            # At first what the last entry of each row sees, and a chain after it.
-            last = SlotTree(slots[:, 0] - 1, self.first_slots[:, 0], num_queries=1)
-            self._mask = TreeMask(last, FULL).additive(self._draft.plan.columns, self.dtype)[:, 0]
-        self._mask = pick_nodes(self._mask, parents).scatter_(2, slots[..., None], 0.0)
-        return self._mask[:, None, :, : self.cache.plan.columns]
-
-    def _tree(self, first: int, parents: torch.LongTensor | slice) -> SlotTree:
-        """The nodes of the draft as the last level, from node `first` on, sees them: its parents' nodes and itself."""
-        itself = own_bits(self._draft.slots.shape[1], self.device)
-        bits = itself[None, first : self.num_read]
-        if first:
-            # The last node of what has been a chain so far sees all of it.
-            before = itself[:first].sum(0)[None, None] if self._bits is None else self._bits
-            bits = bits | pick_nodes(before, parents)
-        self._bits = bits
-        starts, depths = self._draft.plan.starts(self.device), kept_tensor(self._depths, self.device)
-        return SlotTree(starts, self.first_slots[:, 0], bits, depths)
 
 
 class KnownPrompt:

@@ -45,11 +45,10 @@ CONVERTS_HALVES = not _is_x86 or LANES == 16 or _has({"+f16c"})
 OUTPUTS = 3 if _is_x86 and LANES < 16 else 6
 ROWS = 4
 
-# A job is 64-bit integers: these fields, strides in numbers, and then those of each matrix.
-FIELDS = ("x", "rows", "inputs", "y_stride", "chunk", "end", "next")
-MATRIX_FIELDS = ("w", "b", "y", "w_stride", "b_stride", "outputs", "last_chunk")
-NUM_FIELDS, NUM_MATRIX_FIELDS = len(FIELDS), len(MATRIX_FIELDS)
-NEXT, LAST_CHUNK = FIELDS.index("next"), MATRIX_FIELDS.index("last_chunk")
+# A job is 64-bit integers: x, rows, inputs, stride of y in numbers, chunk, end, next; and then of each matrix w, b, y,
+# strides of w and b, outputs, last chunk.
+NUM_FIELDS = NUM_MATRIX_FIELDS = 7
+NEXT = LAST_CHUNK = 6
 
 # Numba's integers stand for the types of 16 bits that it cannot compile.
 FLOAT32, BFLOAT16, FLOAT16 = types.float32, types.uint16, types.int16

@@ -44,18 +44,10 @@ CHOICE = kernel_choice()
 
 
 def use_triton(*tensors: torch.Tensor | None) -> bool:
-    """Decides whether an operation runs as a Triton kernel: if its tensors are on a GPU and Triton is installed.
+    """Decides whether an operation over these tensors, as far as there are some, runs as a Triton kernel.
 
-    The environment variable `HF_SPECDEC_KERNELS` overrides this: with `torch` every operation runs as its torch
-    reference; with `triton` as a kernel, or there is an error (kernels run on CPU tensors in Triton's interpreter
-    only).
-
-    Args:
-        tensors (`torch.Tensor`, *optional*): The operation's tensors; those that are `None` do not count.
-
-    Raises:
-        SpecConfigError: Kernels cannot run on these tensors.
-        MissingDependencyError: `HF_SPECDEC_KERNELS=triton` without Triton.
+    It does on a GPU where Triton is installed, unless `HF_SPECDEC_KERNELS` asks for the torch references; where that
+    asks for kernels, an error says why they cannot run.
     """
     if CHOICE == "torch":
         return False

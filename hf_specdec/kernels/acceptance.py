@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from ..drafts import DraftTree
 from ._triton import tl, triton, use_triton
-from .indexing import arange, distributions_at, nowhere, pick
+from .indexing import arange, distributions_at, pick
 from .launching import arrivals, ends_last
 from .sampling import BLOCK_SIZE, BLOCKS_PER_PROGRAM, find_block, first_above, sample_from_probs, sample_torch
 
@@ -72,11 +72,9 @@ class Acceptance:
 
 
 def follow(draft: DraftTree, node_tokens: torch.LongTensor) -> Acceptance:
-    """Follows the target's own choices: from each node to the child that carries the node's token, while there is one.
+    """Follows the target's choices `(B, T)`, greedy or drawn, from each node to the child that carries its token.
 
-    The choices `(B, T)` are greedy, or one draw per node from the target's processed distribution: exact sampling for
-    every draft that was made without looking at these draws, which are the committed tokens themselves. Of siblings
-    with the same token the first is followed, whatever is below the others.
+    Of siblings with the same token the first is followed, whatever is below the others.
     """
     if draft.size == 0:
         return Acceptance.of_new_tokens(node_tokens)
@@ -92,10 +90,8 @@ def reject(
 ) -> Acceptance:
     """Recursive rejection sampling of draft tokens that were drawn from `draft.probs`, siblings without replacement.
 
-    From the anchor on, the children x of a node are tried in index order: x is accepted iff u q(x) < p(x), for p
-    `(B, T, V)` and u `(B, N)` in [0, 1); else p <- norm(max(p - q, 0)) and q <- norm(q without x), and the next
-    sibling is tried. The new token is drawn, by the numbers `(B, T)`, from what p is when no child is left. Siblings
-    hold equal rows of `draft.probs`: what the first was drawn from.
+    p is `(B, T, V)`, u `(B, N)`, and the numbers that draw new tokens `(B, T)`. Children are tried in index order;
+    siblings hold equal rows of `draft.probs`: what the first was drawn from.
     """
     if draft.size == 0:
         return Acceptance.of_new_tokens(sample_from_probs(target_probs, target_uniforms))
@@ -174,7 +170,8 @@ def _reject_tree_torch(draft, target_probs, accept_uniforms, target_uniforms) ->
 
     for _ in range(draft.size):
         tried = candidate > 0
-        if nowhere(tried):
+        # Elsewhere asking would wait.
+        if tried.device.type == "cpu" and not tried.any():
             break
         draft_node = (candidate - 1).clamp_(min=0)
         token = pick(tokens, draft_node)
@@ -274,11 +271,12 @@ def _follow_kernel(
 
 
 def _follow_triton(draft, node_tokens) -> Acceptance:
-    acceptance = _empty_acceptance(node_tokens)
+    acceptance, (tokens, parents, num_nodes) = _empty_acceptance(node_tokens), _tree_tensors(draft)
     with torch.cuda.device_of(node_tokens):
         _follow_kernel[(draft.batch_size,)](
-            *_tree_tensors(draft), node_tokens.contiguous(), acceptance.num_accepted, acceptance.path,
-            acceptance.tokens, *_tree_sizes(draft), BLOCK_T=triton.next_power_of_2(draft.size + 1), num_warps=1,
+            tokens, parents, num_nodes, node_tokens.contiguous(), acceptance.num_accepted, acceptance.path,
+            acceptance.tokens, parents.stride(0), draft.size, BLOCK_T=triton.next_power_of_2(draft.size + 1),
+            num_warps=1,
         )  # fmt: skip
     return acceptance
 
@@ -428,20 +426,20 @@ def _reject_triton(draft, target_probs, accept_uniforms, target_uniforms) -> Acc
     (rows, num_nodes, vocab_size), device = target_probs.shape, target_probs.device
     num_blocks = triton.cdiv(vocab_size, BLOCK_SIZE)
     precision = torch.promote_types(torch.promote_types(target_probs.dtype, draft.probs.dtype), torch.float32)
-    acceptance = _empty_acceptance(target_uniforms)
+    acceptance, (tokens, parents, valid_nodes) = _empty_acceptance(target_uniforms), _tree_tensors(draft)
     next_node, first_child = torch.empty((2, rows, num_nodes), dtype=torch.int32, device=device)
     scale = torch.empty_like(next_node, dtype=torch.float64)
     sums = target_probs.new_empty((rows, num_blocks), dtype=precision)
     probs, decisions = (draft.probs.contiguous(), target_probs.contiguous()), (next_node, first_child, scale)
     with torch.cuda.device_of(target_probs):
         _judge_kernel[(rows, num_nodes)](
-            *_tree_tensors(draft), *probs, accept_uniforms.contiguous(), *decisions, *_tree_sizes(draft), vocab_size,
-            DTYPE=tl.float64 if precision == torch.float64 else tl.float32,
+            tokens, parents, valid_nodes, *probs, accept_uniforms.contiguous(), *decisions, parents.stride(0),
+            draft.size, vocab_size, DTYPE=tl.float64 if precision == torch.float64 else tl.float32,
             BLOCK_N=triton.next_power_of_2(draft.size),
             BLOCK_V=min(IDS_PER_STEP, triton.next_power_of_2(vocab_size)), num_warps=8,
         )  # fmt: skip
         _commit_kernel[rows, triton.cdiv(num_blocks, BLOCKS_PER_PROGRAM)](
-            draft.tokens.contiguous(), *probs, target_uniforms.contiguous(), *decisions, sums, arrivals(rows, device),
+            tokens, *probs, target_uniforms.contiguous(), *decisions, sums, arrivals(rows, device),
             acceptance.num_accepted, acceptance.path, acceptance.tokens, draft.size, vocab_size, num_blocks,
             BLOCKS=BLOCKS_PER_PROGRAM, BLOCK_T=triton.next_power_of_2(num_nodes),
             BLOCK_C=triton.next_power_of_2(num_blocks), BLOCK_SIZE=BLOCK_SIZE, num_warps=4,
@@ -450,12 +448,9 @@ def _reject_triton(draft, target_probs, accept_uniforms, target_uniforms) -> Acc
 
 
 def _tree_tensors(draft: DraftTree) -> tuple[torch.Tensor, ...]:
-    return draft.tokens.contiguous(), draft.parents.contiguous(), draft.num_nodes.contiguous()
-
-
-def _tree_sizes(draft: DraftTree) -> tuple[int, int]:
-    """Stride from one row of parents to the next, and N."""
-    return (draft.size if draft.parents.dim() == 2 else 0), draft.size
+    """Tokens and parents `(B, N)`, and the numbers of valid nodes `(B,)`."""
+    parents = draft.parents.contiguous().expand_as(draft.tokens)
+    return draft.tokens.contiguous(), parents, draft.num_nodes.contiguous()
 
 
 def _empty_acceptance(values: torch.Tensor) -> Acceptance:

@@ -14,10 +14,7 @@ from ._triton import tl, triton, use_triton
 
 
 def grow_ancestors(parents: torch.LongTensor) -> tuple[torch.LongTensor, torch.LongTensor]:
-    """Ancestors and depths `(R, T)` of a [`~kernels.tree_attention.SlotTree`], of trees of any shapes.
-
-    The parents `(R, N)` of the draft nodes, -1 for children of the anchor, come before their children.
-    """
+    """Ancestors as bits, and depths, each `(R, T)`, from parents `(R, N)`, -1 for the anchor's children."""
     run = _grow_triton if use_triton(parents) else _grow_torch
     return run(parents)
 

@@ -168,32 +168,21 @@ def _ranked_kernel(
         tl.store(parts_ptr + part * COUNT + rank, best)
         tl.store(places_ptr + part * COUNT + rank, place)
     if ends_last(arrivals_ptr + row, num_splits):
-        _merge_ranks(
-            row, parts_ptr, places_ptr, masses_ptr, values_ptr, tokens_ptr, vocab_size, num_splits,
-            COUNT, SPLITS, BLOCK_C,
-        )  # fmt: skip
-
-
-@triton.jit
-def _merge_ranks(
-    row, parts_ptr, places_ptr, masses_ptr, values_ptr, tokens_ptr, vocab_size, num_splits,
-    COUNT: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Ranks the best tokens of all parts of a row."""
-    splits, ranks = tl.arange(0, SPLITS), tl.arange(0, BLOCK_C)
-    masses = tl.load(
-        masses_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"), cache_modifier=".cg"
-    )
-    heaviest = tl.max(masses, axis=0)
-    mass = heaviest + tl.log(tl.sum(tl.exp(masses - heaviest), axis=0))
-    place = (row * num_splits + splits)[:, None] * COUNT + ranks[None, :]
-    is_part = (splits < num_splits)[:, None] & (ranks < COUNT)[None, :]
-    scores = tl.load(parts_ptr + place, mask=is_part, other=float("-inf"), cache_modifier=".cg")
-    tokens = tl.load(places_ptr + place, mask=is_part, other=vocab_size, cache_modifier=".cg")
-    scores = tl.reshape(scores, [SPLITS * BLOCK_C])
-    tokens = tl.reshape(tokens, [SPLITS * BLOCK_C])
-    is_left = tokens < vocab_size
-    for rank in tl.static_range(COUNT):
-        best, token, is_left = _next_best(scores, tokens, is_left, vocab_size)
-        tl.store(values_ptr + row * COUNT + rank, best - mass)
-        tl.store(tokens_ptr + row * COUNT + rank, token.to(tl.int64))
+        # It ranks the best tokens of all parts of the row.
+        splits, ranks = tl.arange(0, SPLITS), tl.arange(0, BLOCK_C)
+        masses = tl.load(
+            masses_ptr + row * num_splits + splits, mask=splits < num_splits, other=float("-inf"), cache_modifier=".cg"
+        )
+        heaviest = tl.max(masses, axis=0)
+        mass = heaviest + tl.log(tl.sum(tl.exp(masses - heaviest), axis=0))
+        ranked = (row * num_splits + splits)[:, None] * COUNT + ranks[None, :]
+        is_part = (splits < num_splits)[:, None] & (ranks < COUNT)[None, :]
+        scores = tl.load(parts_ptr + ranked, mask=is_part, other=float("-inf"), cache_modifier=".cg")
+        tokens = tl.load(places_ptr + ranked, mask=is_part, other=vocab_size, cache_modifier=".cg")
+        scores = tl.reshape(scores, [SPLITS * BLOCK_C])
+        tokens = tl.reshape(tokens, [SPLITS * BLOCK_C])
+        is_open = tokens < vocab_size
+        for rank in tl.static_range(COUNT):
+            score, found, is_open = _next_best(scores, tokens, is_open, vocab_size)
+            tl.store(values_ptr + row * COUNT + rank, score - mass)
+            tl.store(tokens_ptr + row * COUNT + rank, found.to(tl.int64))

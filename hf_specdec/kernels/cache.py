@@ -128,10 +128,7 @@ def _write_triton(buffers, states, plan):
 
 
 def move_slots(buffers: Sequence[torch.Tensor], starts: torch.LongTensor, path: torch.LongTensor) -> None:
-    """Copies the nodes of a path `(R, M)` to the front of a row's new slots. All are read before one is written.
-
-    The contiguous buffers are keys and values of all layers; the slot of each row's node 0 is in `starts` `(R,)`.
-    """
+    """Copies the nodes of a path `(R, M)` to the front of new slots, from `starts` `(R,)` on, in all buffers."""
     run = _move_triton if use_triton(path, *buffers) else _move_torch
     run(buffers, starts, path)
 

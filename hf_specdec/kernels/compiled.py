@@ -27,11 +27,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 def compiled(signature: str) -> Callable[[Function], Function]:
     """Compiles a function for one signature."""
-
-    def compile_it(function: Function) -> Function:
-        return function if numba is None else kept_on_disk(partial(numba.njit, signature), function)
-
-    return compile_it
+    if numba is None:
+        return lambda function: function
+    return partial(kept_on_disk, partial(numba.njit, signature))
 
 
 def kept_on_disk(compile_it: Callable[..., Callable[[Function], Any]], function: Function) -> Any:

@@ -48,11 +48,10 @@ def mixture_triton(
     kind: str = SILU,
     shared: Shared | None = None,
 ) -> torch.Tensor:
-    """The outputs `(M, H)` of the experts for at most `MOST_TOKENS` tokens, on a GPU.
+    """The outputs `(M, H)` of the experts for at most `MOST_TOKENS` tokens, by the router's logits `(M, E)`, on a GPU.
 
-    The logits `(M, E)` are the router's; of equal ones the first expert is chosen. Weights are `(E, 2 I, H)` and
-    `(E, H, I)`. Outputs are rounded to the dtype after each product, after the activation, and after the sum, which is
-    taken in float32; what a shared expert adds wherever torch rounds.
+    Weights are `(E, 2 I, H)` and `(E, H, I)`. Outputs are rounded to the dtype after each product, after the
+    activation, and after the sum, which is taken in float32; what a shared expert adds wherever torch rounds.
     """
     (num_tokens, size), (num_experts, _, inner), top_k = hidden.shape, down.shape, routing.top_k
     num_pairs = num_tokens * top_k

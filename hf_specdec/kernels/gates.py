@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 
 from ._triton import tl, triton
-from .early import begin_early, early_launch
-from .launching import as_lines
+from .launching import as_lines, begin_early, early_launch
 
 
 # Activations that the kernel knows.

@@ -17,8 +17,7 @@ _BLOCK = 256
 def match_lengths(texts: torch.LongTensor, lengths: torch.LongTensor, most: int) -> torch.LongTensor:
     """Number of last tokens `(R, L)` up to each place that equal the last tokens of the row, at most so many.
 
-    Whatever lies in the texts `(R, L)` after the rows' tokens, of which there may be none, is not looked at; the
-    numbers there, and at the last token itself, are 0.
+    It is 0 at the last token itself, and after the rows' tokens, of which there may be none.
     """
     run = _lengths_triton if use_triton(texts) else _lengths_torch
     return run(texts, lengths, most)

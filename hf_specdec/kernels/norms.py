@@ -14,8 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from ._triton import tl, triton
-from .early import begin_early, early_launch
-from .launching import as_lines
+from .launching import as_lines, begin_early, early_launch
 
 
 class Norm(NamedTuple):
@@ -52,12 +51,6 @@ class Scale(NamedTuple):
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         return hidden * self.factor
-
-
-def add_norm_torch(stream, update, update_norm, norm) -> tuple[torch.Tensor, torch.Tensor]:
-    if update is not None:
-        stream = stream + (update if update_norm is None else update_norm(update))
-    return stream, stream if norm is None else norm(stream)
 
 
 def add_norm_triton(

@@ -30,11 +30,7 @@ _KEY_STEPS = (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B)
 def uniforms_at(
     seeds: torch.LongTensor, numbers: torch.LongTensor, indices: torch.LongTensor, purpose: int, space: int
 ) -> torch.DoubleTensor:
-    """Numbers `(R, X)` in [0, 1) that stay below 1 in float32 too.
-
-    Seeds and numbers of the rows `(R,)`, a purpose and a space choose a stream for each row, and indices `(R, X)` the
-    numbers in it.
-    """
+    """Numbers `(R, X)` of given indices in the streams that seeds and numbers `(R,)`, purpose and space choose."""
     run = _uniforms_triton if use_triton(seeds, numbers, indices) else _uniforms_torch
     return run(seeds, numbers, indices, purpose, space)
 

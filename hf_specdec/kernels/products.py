@@ -120,16 +120,14 @@ def has_large_matrices(module: nn.Module) -> bool:
     for name, weight in module._parameters.items():
         if weight is not None and (weight.dim() == 3 or (name == "weight" and type(module) is nn.Linear)):
             matrix = weight.detach() if weight.dim() == 2 else weight.detach()[0]
-            if are_large([matrix]) and (takes_weight(matrix) or _is_offloaded(matrix, module)):
+            if not are_large([matrix]):
+                continue
+            if matrix.is_meta and computing_device(module).type == "cpu":
+                # Offloaded: the kernel can read it once it is where its module computes.
+                matrix = torch.empty((1, 1), dtype=matrix.dtype, device="cpu")
+            if takes_weight(matrix):
                 return True
     return False
-
-
-def _is_offloaded(matrix: torch.Tensor, module: nn.Module) -> bool:
-    """Tells a matrix that the kernel can read once it is where its module computes."""
-    if not matrix.is_meta or computing_device(module).type != "cpu":
-        return False
-    return takes_weight(torch.empty((1, 1), dtype=matrix.dtype, device="cpu"))
 
 
 class OwnForward:
@@ -153,19 +151,17 @@ class _FasterFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and not kwargs:
             return product(*args)
-        if func is _grouped_mm and len(args) == 2 and _is_grouped(*args, **kwargs):
-            return _grouped_product(*args, kwargs["offs"])
+        if func is _grouped_mm and len(args) == 2 and kwargs.keys() <= {"offs", "bias", "out_dtype"}:
+            # Rows may be multiplied each with the matrix of its expert, whose outputs lie row by row.
+            (x, weights), ends = args, kwargs.get("offs")
+            is_plain = kwargs.get("bias") is None and kwargs.get("out_dtype") in (None, weights.dtype)
+            if is_plain and ends is not None and x.dim() == 2 and weights.dim() == 3 and weights.stride(1) == 1:
+                return _grouped_product(x, weights, ends)
         return func(*args, **kwargs)
 
 
 # Absent from the oldest torch.
 _grouped_mm = getattr(torch, "_grouped_mm", None)
-
-
-def _is_grouped(x: torch.Tensor, weights: torch.Tensor, offs=None, bias=None, out_dtype=None) -> bool:
-    """Tells whether rows are multiplied each with the matrix of its expert, whose outputs lie row by row."""
-    is_plain = offs is not None and bias is None and out_dtype in (None, weights.dtype)
-    return is_plain and x.dim() == 2 and weights.dim() == 3 and weights.stride(1) == 1
 
 
 def _grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

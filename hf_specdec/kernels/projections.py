@@ -16,9 +16,8 @@ import torch
 from torch import nn
 
 from ._triton import computable, tl, triton
-from .early import early_launch, launch_next, wait_for_previous
 from .gates import activated
-from .launching import as_lines
+from .launching import as_lines, early_launch, launch_next, wait_for_previous
 from .norms import Norm
 from .tiles import gpu_of
 

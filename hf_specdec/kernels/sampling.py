@@ -23,29 +23,29 @@ BLOCK_SIZE = 256
 BLOCKS_PER_PROGRAM = 16
 
 
-def sample_from_probs(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
-    """Draws one id per distribution `(..., V)` by its inverse CDF: the smallest whose cumulative sum exceeds u total.
+def sample_from_probs(
+    probs: torch.FloatTensor, uniform: torch.FloatTensor, proposes: bool = False
+) -> torch.LongTensor:
+    """Draws one id per distribution `(..., V)` by its inverse CDF, whatever the rows around it are.
 
-    Weights may have any positive sum; an id of weight 0 is never returned, and of a row without a positive finite sum
-    -1, which no embedding accepts. A row's id does not depend on the rows around it. Cumulative sums are taken in
-    float64 over blocks of the vocabulary, then inside one block, so that the tail of a vocabulary of any size is drawn
-    with its own probabilities.
+    Weights may have any positive sum; an id of weight 0 is never drawn. A row without a positive finite sum gives -1,
+    which no embedding accepts; if it `proposes`, id 0, which it makes certain in the distributions, then `(R, V)`.
+    Sums are in float64, so that the tail of a vocabulary of any size is drawn with its own probabilities.
     """
     sample = _sample_triton if use_triton(probs, uniform) else sample_torch
-    return sample(probs, uniform)
-
-
-def propose_from_probs(probs: torch.FloatTensor, uniform: torch.FloatTensor) -> torch.LongTensor:
-    """Draws one id per distribution `(R, V)`; where nothing can be drawn it proposes id 0, and makes that certain."""
-    sample = _sample_triton if use_triton(probs, uniform) else sample_torch
-    return sample(probs, uniform, True)
+    return sample(probs, uniform, proposes)
 
 
 def sample_torch(probs: torch.FloatTensor, uniform: torch.FloatTensor, proposes: bool = False) -> torch.LongTensor:
-    """The reference of `sample_from_probs`, and of `propose_from_probs`."""
     vocab_size = probs.shape[-1]
     precision = widest_float(probs.device)
-    masses = _block_sums(probs).to(precision)
+    # Sums of blocks in float32 or better; the last block may be shorter.
+    dtype, (num_whole, num_left) = torch.promote_types(probs.dtype, torch.float32), divmod(vocab_size, BLOCK_SIZE)
+    whole, left = probs.split([num_whole * BLOCK_SIZE, num_left], dim=-1)
+    masses = whole.unflatten(-1, (num_whole, BLOCK_SIZE)).sum(-1, dtype=dtype)
+    if num_left:
+        masses = torch.cat([masses, left.sum(-1, keepdim=True, dtype=dtype)], dim=-1)
+    masses = masses.to(precision)
     cumulative = masses.cumsum(-1)
     total = cumulative[..., -1]
     threshold = (uniform.to(precision) * total).unsqueeze(-1)
@@ -62,17 +62,6 @@ def sample_torch(probs: torch.FloatTensor, uniform: torch.FloatTensor, proposes:
     is_stuck = is_stuck[:, None]
     probs.masked_fill_(is_stuck, 0.0).scatter_add_(1, choice[:, None], is_stuck.to(probs))
     return choice
-
-
-def _block_sums(probs: torch.FloatTensor) -> torch.FloatTensor:
-    """Sums over blocks of `BLOCK_SIZE` ids in float32 or better; the last block may be shorter."""
-    dtype = torch.promote_types(probs.dtype, torch.float32)
-    num_whole, num_left = divmod(probs.shape[-1], BLOCK_SIZE)
-    whole, left = probs.split([num_whole * BLOCK_SIZE, num_left], dim=-1)
-    sums = whole.unflatten(-1, (num_whole, BLOCK_SIZE)).sum(-1, dtype=dtype)
-    if num_left == 0:
-        return sums
-    return torch.cat([sums, left.sum(-1, keepdim=True, dtype=dtype)], dim=-1)
 
 
 def _first_above(weights, cumulative, threshold) -> torch.LongTensor:

@@ -17,9 +17,8 @@ from dataclasses import dataclass
 import torch
 
 from ..transfers import kept_on_device
-from ._triton import computable, tl, triton, use_triton
-from .early import begin_early, early_launch
-from .launching import arrivals, ends_last
+from ._triton import computable, tl, triton
+from .launching import arrivals, begin_early, early_launch, ends_last
 from .tiles import attention_tile, count_splits, gpu_of
 
 
@@ -44,9 +43,8 @@ class SlotTree:
 
     lengths: torch.LongTensor  # (B,): committed slots of each row, its padding included
     starts: torch.LongTensor  # (B,): first slot of each row that is not padding, or the first one that is seen
-    # (T,), (B, T) or (B | 1, T, W): bit `j % 64` of word `j // 64` of entry i: node j is seen by the i-th of the nodes
-    # that look, such as itself and its ancestors. `None`: the nodes are a chain of any length, in which padding sees
-    # itself alone.
+    # (B | 1, T, W): bit `j % 64` of word `j // 64` of entry i: node j is seen by the i-th of the nodes that look, such
+    # as itself and its ancestors. `None`: the nodes are a chain of any length, in which padding sees itself alone.
     ancestors: torch.LongTensor | None = None
     # (N,) or (B, N): edges to the first node, which has depth 0. `None`: those of a chain.
     depths: torch.LongTensor | None = None
@@ -55,79 +53,25 @@ class SlotTree:
 
     def __post_init__(self) -> None:
         if self.ancestors is not None:
-            object.__setattr__(self, "num_queries", self.ancestors.shape[self.ancestors.dim() > 1])
+            object.__setattr__(self, "num_queries", self.ancestors.shape[1])
 
     @property
     def num_nodes(self) -> int:
         """N."""
         return self.num_queries if self.depths is None else self.depths.shape[-1]
 
-    def words(self, rows: int) -> torch.LongTensor:
-        """The ancestors as `(B, T, W)`."""
-        assert self.ancestors is not None, "a chain has no bits"
-        words = self.ancestors if self.ancestors.dim() == 3 else self.ancestors[..., None]
-        return words.expand(rows, -1, -1)
-
-
-def pack_ancestors(ancestors: torch.BoolTensor) -> torch.LongTensor:
-    """Bits `(..., T)` of the relation `(..., T, N)`, whose entry `[i, j]` says whether i sees j; N is at most 64."""
-    places = torch.arange(ancestors.shape[-1], device=ancestors.device)
-    return (ancestors.long() << places).sum(-1)
-
-
-def unpack_ancestors(bits: torch.LongTensor) -> torch.BoolTensor:
-    """The relation `(..., T, T)` of bits `(..., T)`."""
-    places = torch.arange(bits.shape[-1], device=bits.device)
-    return (bits[..., None] >> places & 1).bool()
-
 
 def pack_words(seen: torch.BoolTensor) -> torch.LongTensor:
-    """Words of bits `(..., T, W)` of the relation `(..., T, N)`, for any number of nodes."""
-    return torch.stack([pack_ancestors(part) for part in seen.split(64, dim=-1)], dim=-1)
+    """Words of bits `(..., T, W)` of the relation `(..., T, N)`, whose entry `[i, j]` says whether i sees j."""
+    places = torch.arange(64, device=seen.device)
+    words = [(part.long() << places[: part.shape[-1]]).sum(-1) for part in seen.split(64, dim=-1)]
+    return torch.stack(words, dim=-1) if len(words) > 1 else words[0][..., None]
 
 
 @kept_on_device
 def own_bits(count: int, device: torch.device) -> torch.LongTensor:
     """Words `(N, W)` of nodes that see themselves alone; not to be written to."""
     return pack_words(torch.eye(count, dtype=torch.bool, device=device))
-
-
-def tree_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    tree: SlotTree,
-    scale: float | None = None,
-    window: int = 0,
-    chunk: int = 0,
-    softcap: float = 0.0,
-    sinks: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Attention `(B, T, H, V)` of the nodes, queries `(B, H, T, D)`, over slots `(B, K, S, D)` and `(B, K, S, V)`.
-
-    The slots of a row include those of its nodes. Scores are multiplied with `scale`, by default 1 / sqrt(D), and have
-    the bound `softcap`; `sinks` `(H,)` take part in each sum and have no value. With a `window` a node sees its own
-    position and the `window - 1` before it, with a `chunk` the positions of its own chunk of this size; 0 is none.
-    Sums are made in float32.
-    """
-    run = _tree_attention_triton if use_triton(query, key, value) else _tree_attention_torch
-    scale = query.shape[-1] ** -0.5 if scale is None else float(scale)
-    return run(query, key, value, tree, scale, window, chunk, float(softcap), sinks)
-
-
-def _tree_attention_torch(query, key, value, tree, scale, window, chunk, softcap, sinks):
-    rows, heads, nodes, size = query.shape
-    kv_heads, slots = key.shape[1:3]
-    query = query.float().reshape(rows, kv_heads, -1, size)
-    scores = (query @ key.float().transpose(-1, -2) * scale).view(rows, heads, nodes, slots)
-    if softcap:
-        scores = softcap * (scores / softcap).tanh()
-    scores = scores.masked_fill(~visible_slots(tree, slots, window, chunk)[:, None], float("-inf"))
-    if sinks is not None:
-        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(rows, heads, nodes, 1)], dim=-1)
-    weights = scores.softmax(-1)[..., :slots].view(rows, kv_heads, -1, slots)
-    output = (weights @ value.float()).view(rows, heads, nodes, -1)
-    return output.transpose(1, 2).contiguous().to(value.dtype)
 
 
 def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0) -> torch.BoolTensor:
@@ -142,7 +86,7 @@ def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0) -
     else:
         itself = None
         node = torch.arange(nodes, device=device)
-        seen = (tree.words(rows)[..., node // 64] >> node % 64 & 1).bool()
+        seen = (tree.ancestors[..., node // 64] >> node % 64 & 1).bool().expand(rows, -1, -1)
         visible = ((slot >= starts) & (slot < lengths))[:, None].repeat(1, count, 1)
         visible.scatter_(2, places[:, None].expand(-1, count, -1), seen)
     if window or chunk or tree.beginning is not None:
@@ -151,22 +95,13 @@ def visible_slots(tree: SlotTree, slots: int, window: int = 0, chunk: int = 0) -
         of_nodes = positions[:, nodes - count :]
         positions = (slot - starts).scatter_(1, places, positions)
         if window or chunk:
-            visible &= positions[:, None] >= _oldest_position(of_nodes, window, chunk)[..., None]
+            oldest = (of_nodes - window + 1).clamp(min=0) if window else of_nodes // chunk * chunk
+            visible &= positions[:, None] >= oldest[..., None]
         if tree.beginning is not None and not chunk:
             is_near = (of_nodes[..., None] - positions[:, None] < window) if window else True
-            visible |= first_slots(tree.beginning, slot, starts)[:, None] & is_near
+            first, count = tree.beginning.starts[:, None], tree.beginning.count
+            visible |= ((slot >= first) & (slot < first + count) & (slot < starts))[:, None] & is_near
     return visible if itself is None else visible | itself
-
-
-def first_slots(beginning: Beginning, slots: torch.LongTensor, starts: torch.LongTensor) -> torch.BoolTensor:
-    """Mask `(B, S)` of the slots `(B | 1, S)` that belong to the beginning, in front of `starts` `(B, 1)`."""
-    first = beginning.starts[:, None]
-    return (slots >= first) & (slots < first + beginning.count) & (slots < starts)
-
-
-def _oldest_position(positions: torch.LongTensor, window: int, chunk: int) -> torch.LongTensor:
-    """The first position that a node at `positions` may see in a window or a chunk."""
-    return (positions - window + 1).clamp(min=0) if window else positions // chunk * chunk
 
 
 @triton.jit
@@ -445,15 +380,32 @@ def _add_parts(
     )
 
 
-def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softcap, sinks, num_splits=None):
+def tree_attention_triton(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    tree: SlotTree,
+    scale: float | None = None,
+    window: int = 0,
+    chunk: int = 0,
+    softcap: float = 0.0,
+    sinks: torch.Tensor | None = None,
+    num_splits: int | None = None,
+) -> torch.Tensor:
+    """Attention `(B, T, H, V)` of the nodes, queries `(B, H, T, D)`, over slots `(B, K, S, D)` and `(B, K, S, V)`.
+
+    The slots of a row include those of its nodes. The default `scale` is 1 / sqrt(D); `sinks` are `(H,)`. In a
+    `window` a node sees its own position and the `window - 1` before it, in a `chunk` the positions of its own chunk.
+    """
     rows, heads, queries, size = query.shape
     kv_heads, slots, value_size = key.shape[1], key.shape[2], value.shape[-1]
     query, key, value = (states if states.stride(-1) == 1 else states.contiguous() for states in (query, key, value))
     words = depths = None
     strides = 0, 0, 0
     if tree.ancestors is not None:
-        words, depths = tree.words(rows), tree.depths.expand(rows, -1)
+        words, depths = tree.ancestors.expand(rows, -1, -1), tree.depths.expand(rows, -1)
         strides = *words.stride()[:2], depths.stride(0)
+    scale = size**-0.5 if scale is None else float(scale)
     lines = heads // kv_heads * queries
     block_d, block_v = (max(16, triton.next_power_of_2(width)) for width in (size, value_size))
     gpu = gpu_of(query.device)
@@ -479,8 +431,8 @@ def _tree_attention_triton(query, key, value, tree, scale, window, chunk, softca
             query, key, value, sinks, tree.lengths, tree.starts, None if beginning is None else beginning.starts,
             words, depths, output, partial, mass, ended,
             *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *strides,
-            scale, softcap, span, 0 if beginning is None else beginning.count, queries, tree.num_nodes, num_splits,
-            KV_HEADS=kv_heads, GROUPS=heads // kv_heads, HEAD_SIZE=size, VALUE_SIZE=value_size,
+            scale, float(softcap), span, 0 if beginning is None else beginning.count, queries, tree.num_nodes,
+            num_splits, KV_HEADS=kv_heads, GROUPS=heads // kv_heads, HEAD_SIZE=size, VALUE_SIZE=value_size,
             BLOCK_M=block_m, BLOCK_N=tile.slots, BLOCK_D=block_d, BLOCK_V=block_v,
             BLOCK_LINES=max(1, min(block_m, 512 * tile.warps // block_v)),
             IS_WINDOW=window > 0, IS_CHUNK=chunk > 0, HAS_SOFTCAP=softcap > 0,

@@ -18,7 +18,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-from transformers.generation import logits_process as hf
 
 from ._triton import DTYPES, tl, triton, use_triton
 from .launching import arrivals, as_lines, ends_last, parts_of_lines
@@ -45,32 +44,8 @@ def can_warp(logits: torch.Tensor) -> bool:
     return logits.dtype in DTYPES and use_triton(logits)
 
 
-def warped(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
-    """Scores `(..., V)` in float32 of logits `(..., V)`: those of tokens that are not kept are -inf.
-
-    Which tokens are kept does not depend on the rows around them. Where a probability lies within rounding of a
-    border, kernels and reference may decide differently.
-    """
-    return _warped_triton(logits, warping) if can_warp(logits) else _warped_torch(logits, warping)
-
-
-def _warped_torch(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
-    """The reference of `warped`: transformers' warpers, with a stable sort."""
-    temperature, top_k, top_p, min_p = warping
-    scores = logits.reshape(-1, logits.shape[-1]).float() / temperature
-    if top_k is not None:
-        scores = hf.TopKLogitsWarper(top_k)(None, scores)
-    if top_p is not None:
-        ordered = scores.sort(dim=-1, stable=True)
-        goes = ordered.values.softmax(-1).cumsum(-1) <= 1 - top_p
-        goes[:, -1] = False
-        scores = scores.masked_fill(goes.scatter(-1, ordered.indices, goes), -torch.inf)
-    if min_p is not None:
-        scores = hf.MinPLogitsWarper(min_p)(None, scores)
-    return scores.view(logits.shape)
-
-
-def _warped_triton(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
+def warped_triton(logits: torch.Tensor, warping: Warping) -> torch.FloatTensor:
+    """Scores `(..., V)` in float32 of logits `(..., V)`, -inf for tokens that are not kept, by each row alone."""
     temperature, top_k, top_p, min_p = warping
     rows, vocab_size = as_lines(logits), logits.shape[-1]
     count, device = len(rows), rows.device
@@ -210,50 +185,38 @@ def _narrow_kernel(
     if masses_ptr is not None:
         tl.store(masses_ptr + places, tl.sum(mass, axis=1))
     if ends_last(arrivals_ptr + row, num_splits):
-        _choose_bucket(
-            row, counts_ptr, masses_ptr, highest_ptr, known, known_ptr, passed_ptr, limit_ptr, removed_ptr,
-            num_splits, temperature, wanted, is_first, SPLITS,
-        )  # fmt: skip
-
-
-@triton.jit
-def _choose_bucket(
-    row, counts_ptr, masses_ptr, highest_ptr, known, known_ptr, passed_ptr, limit_ptr, removed_ptr,
-    num_splits, temperature, wanted, is_first, SPLITS: tl.constexpr,
-):  # fmt: skip
-    """Adds the bucket that the last program of a row chooses to what is known of the rank."""
-    bucket, splits = tl.arange(0, 16), row * num_splits + tl.arange(0, SPLITS)
-    is_split = tl.arange(0, SPLITS) < num_splits
-    places = splits[:, None] * 16 + bucket[None, :]
-    counts = tl.load(counts_ptr + places, mask=is_split[:, None], other=0, cache_modifier=".cg")
-    counts = tl.sum(counts, axis=0)
-    passed = tl.load(passed_ptr + row, mask=is_first == 0, other=0.0)
-    if masses_ptr is not None:
-        parts = tl.load(highest_ptr + splits, mask=is_split, other=float("-inf"), cache_modifier=".cg")
-        masses = tl.load(masses_ptr + places, mask=is_split[:, None], other=0.0, cache_modifier=".cg")
-        masses *= _weight_of(parts, tl.max(parts, axis=0), temperature)[:, None]
-        masses = tl.sum(masses, axis=0).to(tl.float64)
-        # As transformers compares them.
-        limit = (wanted * tl.sum(masses, axis=0).to(tl.float32)).to(tl.float64)
-        limit = tl.where(is_first != 0, limit, tl.load(limit_ptr + row, mask=is_first == 0, other=0.0))
-        tl.store(limit_ptr + row, limit)
-        is_above = (counts > 0) & (passed + tl.cumsum(masses, axis=0) > limit)
-        # Where rounding leaves none, the most probable.
-        last = tl.max(tl.where(counts > 0, bucket, 0), axis=0)
-        chosen = tl.min(tl.where(is_above, bucket, last), axis=0)
-        passed += tl.sum(tl.where(bucket < chosen, masses, 0.0), axis=0)
-        number = tl.sum(tl.where(bucket == chosen, counts, 0), axis=0)
-        mass = tl.sum(tl.where(bucket == chosen, masses, 0.0), axis=0).to(tl.float32)
-        fitting = tl.div_rn(((limit - passed) * number).to(tl.float32), tl.where(mass > 0, mass, 1.0))
-        fitting = tl.where(mass > 0, fitting, number.to(tl.float32))
-        fitting = tl.minimum(tl.maximum(fitting, 0.0), (number - 1).to(tl.float32))
-        tl.store(removed_ptr + row, fitting.to(tl.int64))
-    else:
-        above = passed + (tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)).to(tl.float64)
-        chosen = tl.max(tl.where(above + counts.to(tl.float64) >= wanted, bucket, 0), axis=0)
-        passed = tl.sum(tl.where(bucket == chosen, above, 0.0), axis=0)
-    tl.store(known_ptr + row, known * 16 + chosen)
-    tl.store(passed_ptr + row, passed)
+        # It adds the bucket that it chooses to what is known of the rank.
+        splits, is_split = row * num_splits + tl.arange(0, SPLITS), tl.arange(0, SPLITS) < num_splits
+        every_place = splits[:, None] * 16 + bucket[None, :]
+        counts = tl.load(counts_ptr + every_place, mask=is_split[:, None], other=0, cache_modifier=".cg")
+        counts = tl.sum(counts, axis=0)
+        passed = tl.load(passed_ptr + row, mask=is_first == 0, other=0.0)
+        if masses_ptr is not None:
+            parts = tl.load(highest_ptr + splits, mask=is_split, other=float("-inf"), cache_modifier=".cg")
+            masses = tl.load(masses_ptr + every_place, mask=is_split[:, None], other=0.0, cache_modifier=".cg")
+            masses *= _weight_of(parts, tl.max(parts, axis=0), temperature)[:, None]
+            masses = tl.sum(masses, axis=0).to(tl.float64)
+            # As transformers compares them.
+            limit = (wanted * tl.sum(masses, axis=0).to(tl.float32)).to(tl.float64)
+            limit = tl.where(is_first != 0, limit, tl.load(limit_ptr + row, mask=is_first == 0, other=0.0))
+            tl.store(limit_ptr + row, limit)
+            is_above = (counts > 0) & (passed + tl.cumsum(masses, axis=0) > limit)
+            # Where rounding leaves none, the most probable.
+            last = tl.max(tl.where(counts > 0, bucket, 0), axis=0)
+            chosen = tl.min(tl.where(is_above, bucket, last), axis=0)
+            passed += tl.sum(tl.where(bucket < chosen, masses, 0.0), axis=0)
+            number = tl.sum(tl.where(bucket == chosen, counts, 0), axis=0)
+            weight = tl.sum(tl.where(bucket == chosen, masses, 0.0), axis=0).to(tl.float32)
+            fitting = tl.div_rn(((limit - passed) * number).to(tl.float32), tl.where(weight > 0, weight, 1.0))
+            fitting = tl.where(weight > 0, fitting, number.to(tl.float32))
+            fitting = tl.minimum(tl.maximum(fitting, 0.0), (number - 1).to(tl.float32))
+            tl.store(removed_ptr + row, fitting.to(tl.int64))
+        else:
+            above = passed + (tl.sum(counts, axis=0) - tl.cumsum(counts, axis=0)).to(tl.float64)
+            chosen = tl.max(tl.where(above + counts.to(tl.float64) >= wanted, bucket, 0), axis=0)
+            passed = tl.sum(tl.where(bucket == chosen, above, 0.0), axis=0)
+        tl.store(known_ptr + row, known * 16 + chosen)
+        tl.store(passed_ptr + row, passed)
 
 
 @triton.jit(do_not_specialize=["vocab_size", "part", "num_splits"])

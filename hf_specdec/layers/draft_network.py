@@ -133,19 +133,6 @@ def is_copy(weight: torch.Tensor, of_target: Any) -> bool:
     return alike and torch.equal(weight, of_target)
 
 
-def rotary_embedding(config: DraftConfig) -> LlamaRotaryEmbedding:
-    """transformers' rotary embedding of a draft, on the CPU: its frequencies are in no checkpoint."""
-    sizes = Qwen3Config(
-        hidden_size=config.hidden_size,
-        num_attention_heads=config.num_attention_heads,
-        head_dim=config.head_dim,
-        max_position_embeddings=config.max_position_embeddings,
-        rope_parameters=dict(config.rope_parameters),
-    )
-    with torch.device("cpu"):
-        return LlamaRotaryEmbedding(sizes)
-
-
 class DraftModule(LoadedNetwork):
     """Network whose dtype and device are those of one of its weights, and that may share embedding and lm_head."""
 
@@ -206,8 +193,16 @@ class DraftNetwork(DraftModule):
         super().__init__()
         self.config = config
         self.head_size: int = config.head_dim
+        sizes = Qwen3Config(
+            hidden_size=config.hidden_size,
+            num_attention_heads=config.num_attention_heads,
+            head_dim=config.head_dim,
+            max_position_embeddings=config.max_position_embeddings,
+            rope_parameters=dict(config.rope_parameters),
+        )
         # Its frequencies are in no checkpoint.
-        self.rotary_emb: LlamaRotaryEmbedding = rotary_embedding(config)
+        with torch.device("cpu"):
+            self.rotary_emb: LlamaRotaryEmbedding = LlamaRotaryEmbedding(sizes)
         self.angles: RotaryAngles = RotaryAngles(self.rotary_emb)
 
     def fitted(
@@ -215,20 +210,16 @@ class DraftNetwork(DraftModule):
     ) -> DraftNetwork:
         self.rotary_emb.to(self.device)
         self.attach(target_model)
-        if reader is not None and reader.stated("tie_word_embeddings"):
-            self._check_tied(reader.name, target_model)
-        return self
-
-    def _check_tied(self, name: str, target_model: nn.Module) -> None:
-        """Refuses a draft whose lm_head is its own embedding: without an lm_head in the file, the target's is used."""
         embedding, of_target = self.embed_tokens, target_model.get_input_embeddings().weight
+        if reader is None or not reader.stated("tie_word_embeddings") or self.lm_head is not None:
+            return self
         # Configs are copied from targets, and what is said of these is no news; so is what EAGLE-1 has of the target.
-        is_targets = embedding is None or self.has_targets_embedding or is_close(embedding.weight, of_target)
-        if self.lm_head is None and not is_targets:
+        if not (embedding is None or self.has_targets_embedding or is_close(embedding.weight, of_target)):
             raise CheckpointFormatError(
-                f"'{name}' has `tie_word_embeddings`=true in its config.json, an embedding of its own, and no "
+                f"'{reader.name}' has `tie_word_embeddings`=true in its config.json, an embedding of its own, and no "
                 "`lm_head.weight`: a draft with its embedding as lm_head is not supported. Pass one with an lm_head."
             )
+        return self
 
     def attach(self, target_model: nn.Module) -> DraftNetwork:
         """Reads from `target_model` what the draft has not itself."""

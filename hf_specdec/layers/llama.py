@@ -19,19 +19,18 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
-from ..kernels import angles as rotary
 from ..kernels import gates, heads, norms, projections
 from ..kernels.gates import GELU_TANH, SILU
 from ..kernels.heads import Angles, KeyValueCache
 from ..kernels.norms import Norm, Scale
-from ..kernels.projections import Linear, Unnormed
+from ..kernels.projections import Unnormed
 from .plan import (
     LayerPlan,
     Normed,
@@ -67,6 +66,9 @@ class SlotMask(Protocol):
 
 
 Mask = torch.Tensor | SlotMask | None
+
+# Of queries and keys.
+PairOfNorms = tuple[Callable[[torch.Tensor], torch.Tensor], ...]
 
 # Ends of the names under which `nn.Module` keeps hooks.
 _HOOKS = ("_hooks", "_hooks_with_kwargs", "_hooks_always_called")
@@ -169,44 +171,28 @@ def bind_sum(
     """What adds to the stream `(R, T, H)` the linear layer of `(R, T, X)`, normed or not, and norms the sum."""
     matrices = None if last is None or update_norm is not None else fused_matrices(way, dtype, [last])
     if matrices is not None:
-        return partial(_add_in_product, matrix=matrices[0], normed=normed, norm=bind_norm(normed.norm, way, dtype))
+        bound_norm = bind_norm(normed.norm, way, dtype)
+
+        def add_in_product(stream: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, Read]:
+            stream, squares = projections.added_product_triton(read, matrices[0], stream)
+            return stream, Unnormed(stream, squares, normed.norm) if normed.is_left else bound_norm(stream)
+
+        return add_in_product
     linear = None if last is None else bind_linear(last)
-    if way is not Way.TORCH and is_known(update_norm, dtype) and is_known(normed.norm, dtype):
-        return partial(_add_by_kernel, linear=linear, update_norm=update_norm, norm=normed.norm)
-    update_norm, norm = (None if each is None else bind_norm(each, way, dtype) for each in (update_norm, normed.norm))
-    return partial(_add_in_torch, linear=linear, update_norm=update_norm, norm=norm)
+    has_kernel = way is not Way.TORCH and is_known(update_norm, dtype) and is_known(normed.norm, dtype)
+    bound_update_norm, norm = (
+        each if each is None or has_kernel else bind_norm(each, way, dtype) for each in (update_norm, normed.norm)
+    )
 
+    def add(stream: torch.Tensor, read: torch.Tensor) -> tuple[torch.Tensor, Read]:
+        update = read if linear is None else linear(read)
+        # A module that is called may return any dtype.
+        if has_kernel and update.dtype == stream.dtype:
+            return norms.add_norm_triton(stream, update, update_norm, normed.norm)
+        stream = stream + (update if bound_update_norm is None else bound_update_norm(update))
+        return stream, stream if norm is None else norm(stream)
 
-def _add_in_torch(
-    stream: torch.Tensor, read: torch.Tensor, linear: Any, update_norm: Any, norm: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    update = read if linear is None else linear(read)
-    stream = stream + (update if update_norm is None else update_norm(update))
-    return stream, stream if norm is None else norm(stream)
-
-
-def _add_by_kernel(
-    stream: torch.Tensor, read: torch.Tensor, linear: Any, update_norm: Any, norm: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    update = read if linear is None else linear(read)
-    # A module that is called may return any dtype.
-    add_norm = norms.add_norm_triton if update.dtype == stream.dtype else norms.add_norm_torch
-    return add_norm(stream, update, update_norm, norm)
-
-
-def _add_in_product(
-    stream: torch.Tensor, read: torch.Tensor, matrix: Linear, normed: Normed, norm: Any
-) -> tuple[torch.Tensor, Read]:
-    stream, squares = projections.added_product_triton(read, matrix, stream)
-    return stream, Unnormed(stream, squares, normed.norm) if normed.is_left else norm(stream)
-
-
-class AttentionPlan(NamedTuple):
-    """Bound functions of attention."""
-
-    project: Callable[[Read], Any]  # to queries, keys and values, apart or packed
-    norms: tuple[Callable[[torch.Tensor], torch.Tensor], ...] | None  # of all heads together, of queries and keys
-    place: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]  # each head, and in the cache
+    return add
 
 
 class RotaryAttention(nn.Module):
@@ -277,7 +263,7 @@ class RotaryAttention(nn.Module):
             is_interleaved=self.is_interleaved,
             has_kernel=has_kernel,
         )
-        mixed = partial(self.mixed, plan=AttentionPlan(project, whole_norms, place))
+        mixed = partial(self.mixed, project=project, whole_norms=whole_norms, place=place)
         return PartPlan(mixed, parts["o_proj"], takes_unnormed)
 
     def forward(self, hidden: torch.Tensor, angles: Angles, mask: Mask, cache: KeyValueCache | None) -> torch.Tensor:
@@ -291,20 +277,23 @@ class RotaryAttention(nn.Module):
         angles: Angles,
         mask: Mask,
         cache: KeyValueCache | None,
-        plan: AttentionPlan,
+        *,
+        project: Callable[[Read], Any],  # to queries, keys and values, apart or packed
+        whole_norms: PairOfNorms | None,  # of all heads together
+        place: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]],  # each head, and in the cache
     ) -> torch.Tensor:
         """The values `(R, T, Q * D)` that tokens see, weighed and added, in front of the last linear layer."""
         rows, tokens, _ = read.shape
         # Without numbers that turn, all of a head stay.
         angles = angles if self.turns else (angles[0][..., :0], angles[1][..., :0])
-        projected = plan.project(read)
+        projected = project(read)
         if self.form.is_packed:
             width = projected[0].shape[-1] // (self.groups + 2)
             projected = projected[0].split((self.groups * width, width, width), dim=-1)
-        if plan.norms is not None:
-            projected = plan.norms[0](projected[0]), plan.norms[1](projected[1]), projected[2]
+        if whole_norms is not None:
+            projected = whole_norms[0](projected[0]), whole_norms[1](projected[1]), projected[2]
         projected = [part.view(rows, tokens, -1, self.head_dim) for part in projected]
-        query, keys, values = plan.place(projected, angles, cache=cache)
+        query, keys, values = place(projected, angles, cache=cache)
         if mask is not None and not isinstance(mask, torch.Tensor):
             output = mask.attend(query, keys, values, self.scaling, self.softcap)
         elif mask is None and self.is_causal and tokens > 1:
@@ -314,8 +303,10 @@ class RotaryAttention(nn.Module):
         else:
             # The query heads of a group become further positions of their key/value head, which is read once for all.
             query = query.reshape(rows, keys.shape[1], self.groups * tokens, self.head_dim)
-            if self.softcap:
-                output = capped_attention(query, keys, values, mask, self.scaling, self.softcap)
+            if self.softcap:  # torch's own attention has none
+                scores = (query @ keys.transpose(-1, -2) * self.scaling / self.softcap).tanh() * self.softcap
+                scores = scores if mask is None else scores + mask
+                output = scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
             else:
                 output = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, scale=self.scaling)
             output = output.reshape(rows, -1, tokens, self.head_dim).transpose(1, 2)
@@ -336,7 +327,7 @@ class RotaryAttention(nn.Module):
 def place_heads(
     projected: Sequence[torch.Tensor],
     angles: Angles,
-    norms: tuple[Callable[[torch.Tensor], torch.Tensor], Callable[[torch.Tensor], torch.Tensor]] | None,
+    norms: PairOfNorms | None,
     cache: KeyValueCache | None,
     layer_idx: int,
     is_interleaved: bool,
@@ -427,25 +418,11 @@ class RotaryAngles:
 
     def _angles(self, like: torch.Tensor, positions: torch.LongTensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self._rounds is None or way_of(like) is Way.TORCH:
-            return rotary.signed_angles(*self.embedding(like, positions, *self._type), self._is_interleaved)
+            return heads.signed_angles(*self.embedding(like, positions, *self._type), self._is_interleaved)
         frequencies = getattr(self.embedding, f"{self._prefix}inv_freq").to(like.device)
         factor = getattr(self.embedding, f"{self._prefix}attention_scaling")
         dtype = like.dtype if self._rounds else torch.float32
-        return rotary.rotary_angles_triton(positions, frequencies, factor, dtype, self._is_interleaved)
-
-
-def capped_attention(
-    query: torch.Tensor,
-    keys: torch.Tensor,
-    values: torch.Tensor,
-    mask: torch.Tensor | None,
-    scale: float,
-    softcap: float,
-) -> torch.Tensor:
-    """Attention whose scores have a bound, which torch's own has not; the shapes are those of that."""
-    scores = (query @ keys.transpose(-1, -2) * scale / softcap).tanh() * softcap
-    scores = scores if mask is None else scores + mask
-    return scores.softmax(-1, dtype=torch.float32).to(values.dtype) @ values
+        return heads.rotary_angles_triton(positions, frequencies, factor, dtype, self._is_interleaved)
 
 
 def with_query_groups(mask: Mask, groups: int) -> Mask:
@@ -521,10 +498,9 @@ class RMSNorm(nn.Module):
     @classmethod
     def of(cls, norm: nn.Module) -> RMSNorm:
         """The norm with the weights of one of transformers', whose form is known."""
-        form: Any = form_of(norm, "norm")
-        eps = form.eps if isinstance(form.eps, float) else getattr(norm, form.eps)
-        attributes = {"offset": form.offset, "rounds_last": form.rounds_last, "is_centered": form.is_centered}
-        return sharing(cls, norm, variance_epsilon=eps, **attributes)
+        attributes = form_of(norm, "norm")._asdict()
+        eps = attributes.pop("eps")
+        return sharing(cls, norm, variance_epsilon=eps if isinstance(eps, float) else getattr(norm, eps), **attributes)
 
     @property
     def norm(self) -> Norm:

@@ -22,8 +22,8 @@ class NormForm(NamedTuple):
 
     offset: float = 0.0
     rounds_last: bool = False
-    eps: str | float = "variance_epsilon"
     is_centered: bool = False
+    eps: str | float = "variance_epsilon"
 
 
 class LayerForm(NamedTuple):
@@ -68,112 +68,89 @@ class RouterForm(NamedTuple):
 
 _PRE_NORM = LayerForm("input_layernorm", None, "post_attention_layernorm", None)
 
-_NORMS = {
-    "llama.LlamaRMSNorm": NormForm(),
-    "gemma2.Gemma2RMSNorm": NormForm(1.0, True, "eps"),
-    "olmo2.Olmo2RMSNorm": NormForm(0.0, True),
-    # Without weights.
-    "olmo.OlmoLayerNorm": NormForm(eps=1e-5, is_centered=True),
-}
-
-_LAYERS = {
-    "llama.LlamaDecoderLayer": _PRE_NORM,
-    "mixtral.MixtralDecoderLayer": _PRE_NORM,
-    # It also drops out, but only in training.
-    "phi3.Phi3DecoderLayer": _PRE_NORM,
-    "gemma2.Gemma2DecoderLayer": LayerForm(
-        "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
-    ),
-    "glm4.Glm4DecoderLayer": LayerForm(
-        "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
-    ),
-    "granite.GraniteDecoderLayer": _PRE_NORM._replace(factor="residual_multiplier"),
-    "olmo2.Olmo2DecoderLayer": LayerForm(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
-}
-
-_ATTENTIONS = {
-    "llama.LlamaAttention": AttentionForm(),
-    "mistral.MistralAttention": AttentionForm(),
-    "qwen2.Qwen2Attention": AttentionForm(),
-    "qwen3.Qwen3Attention": AttentionForm(),
-    "gemma3.Gemma3Attention": AttentionForm(),
-    "phi3.Phi3Attention": AttentionForm(is_packed=True),
-    # A model whose config clips queries, keys and values is not known.
-    "olmo.OlmoAttention": AttentionForm(),
-    "olmo2.Olmo2Attention": AttentionForm(norms_whole=True),
-    "olmoe.OlmoeAttention": AttentionForm(norms_whole=True),
-    "olmo3.Olmo3Attention": AttentionForm(norms_whole=True),
-    "gemma2.Gemma2Attention": AttentionForm(softcap="attn_logit_softcapping"),
-    "smollm3.SmolLM3Attention": AttentionForm(turns="use_rope"),
-    # It also drops out, but only in training, and so does its MLP.
-    "seed_oss.SeedOssAttention": AttentionForm(),
-}
-
-# By file alone: whether neighbours turn together.
-_ROTATIONS = {"llama": False, "phi3": False, "olmo2": False, "glm4": True}
-
-# Whether angles have the dtype of what turns, and not float32. Frequencies may depend on the type of layer.
-_ROTARY_EMBEDDINGS = {
-    "llama.LlamaRotaryEmbedding": True,
-    # Written in other words up to transformers 5.17.
-    "gemma2.Gemma2RotaryEmbedding": True,
-    "gemma3.Gemma3RotaryEmbedding": True,
-    "olmo.OlmoRotaryEmbedding": False,
-    "olmo3.Olmo3RotaryEmbedding": False,
-}
-
-# Whether one product makes both halves.
-_MLPS = {"llama.LlamaMLP": False, "phi3.Phi3MLP": True, "seed_oss.SeedOssMLP": False}
-
-# Whether every token goes through a shared expert as well, by a gate of its own.
-_MIXTURES = {
-    "mixtral.MixtralSparseMoeBlock": False,
-    "qwen3_moe.Qwen3MoeSparseMoeBlock": False,
-    "olmoe.OlmoeSparseMoeBlock": False,
-    "qwen2_moe.Qwen2MoeSparseMoeBlock": True,
-}
-
-_ROUTERS = {
-    "mixtral.MixtralTopKRouter": RouterForm(),
-    "qwen2_moe.Qwen2MoeTopKRouter": RouterForm("norm_topk_prob", rounds=True),
-}
-
-# That they are the usual ones.
-_EXPERTS = {"mixtral.MixtralExperts": True}
-
 _PLAIN_DECODERS = (
     *("llama.LlamaModel", "mistral.MistralModel", "qwen2.Qwen2Model", "gemma2.Gemma2Model", "gemma.GemmaModel"),
     *("mixtral.MixtralModel", "qwen2_moe.Qwen2MoeModel", "olmoe.OlmoeModel"),
     *("ministral.MinistralModel", "cwm.CwmModel"),
 )
 
-_DECODERS = {
-    **dict.fromkeys(_PLAIN_DECODERS, DecoderForm()),
-    "gemma3.Gemma3TextModel": DecoderForm(has_angles_by_type=True),
-    "olmo3.Olmo3Model": DecoderForm(has_angles_by_type=True),
-    "granite.GraniteModel": DecoderForm(factor="embedding_multiplier"),
-}
-
-_MODELS = {
-    "llama.LlamaForCausalLM": ModelForm(),
-    "mixtral.MixtralForCausalLM": ModelForm(),
-    "gemma2.Gemma2ForCausalLM": ModelForm(softcap="final_logit_softcapping"),
-    "granite.GraniteForCausalLM": ModelForm(divisor="logits_scaling"),
-}
-
-
-_TABLES: dict[str, Mapping] = {
-    "norm": _NORMS,
-    "layer": _LAYERS,
-    "attention": _ATTENTIONS,
-    "rotation": _ROTATIONS,
-    "rotary": _ROTARY_EMBEDDINGS,
-    "mlp": _MLPS,
-    "mixture": _MIXTURES,
-    "router": _ROUTERS,
-    "experts": _EXPERTS,
-    "decoder": _DECODERS,
-    "model": _MODELS,
+_TABLES: dict[str, Mapping[str, Any]] = {
+    "norm": {
+        "llama.LlamaRMSNorm": NormForm(),
+        "gemma2.Gemma2RMSNorm": NormForm(1.0, True, eps="eps"),
+        "olmo2.Olmo2RMSNorm": NormForm(0.0, True),
+        # Without weights.
+        "olmo.OlmoLayerNorm": NormForm(is_centered=True, eps=1e-5),
+    },
+    "layer": {
+        "llama.LlamaDecoderLayer": _PRE_NORM,
+        "mixtral.MixtralDecoderLayer": _PRE_NORM,
+        # It also drops out, but only in training.
+        "phi3.Phi3DecoderLayer": _PRE_NORM,
+        "gemma2.Gemma2DecoderLayer": LayerForm(
+            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        ),
+        "glm4.Glm4DecoderLayer": LayerForm(
+            "input_layernorm", "post_self_attn_layernorm", "post_attention_layernorm", "post_mlp_layernorm"
+        ),
+        "granite.GraniteDecoderLayer": _PRE_NORM._replace(factor="residual_multiplier"),
+        "olmo2.Olmo2DecoderLayer": LayerForm(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+    },
+    "attention": {
+        "llama.LlamaAttention": AttentionForm(),
+        "mistral.MistralAttention": AttentionForm(),
+        "qwen2.Qwen2Attention": AttentionForm(),
+        "qwen3.Qwen3Attention": AttentionForm(),
+        "gemma3.Gemma3Attention": AttentionForm(),
+        "phi3.Phi3Attention": AttentionForm(is_packed=True),
+        # A model whose config clips queries, keys and values is not known.
+        "olmo.OlmoAttention": AttentionForm(),
+        "olmo2.Olmo2Attention": AttentionForm(norms_whole=True),
+        "olmoe.OlmoeAttention": AttentionForm(norms_whole=True),
+        "olmo3.Olmo3Attention": AttentionForm(norms_whole=True),
+        "gemma2.Gemma2Attention": AttentionForm(softcap="attn_logit_softcapping"),
+        "smollm3.SmolLM3Attention": AttentionForm(turns="use_rope"),
+        # It also drops out, but only in training, and so does its MLP.
+        "seed_oss.SeedOssAttention": AttentionForm(),
+    },
+    # By file alone: whether neighbours turn together.
+    "rotation": {"llama": False, "phi3": False, "olmo2": False, "glm4": True},
+    # Whether angles have the dtype of what turns, and not float32. Frequencies may depend on the type of layer.
+    "rotary": {
+        "llama.LlamaRotaryEmbedding": True,
+        # Written in other words up to transformers 5.17.
+        "gemma2.Gemma2RotaryEmbedding": True,
+        "gemma3.Gemma3RotaryEmbedding": True,
+        "olmo.OlmoRotaryEmbedding": False,
+        "olmo3.Olmo3RotaryEmbedding": False,
+    },
+    # Whether one product makes both halves.
+    "mlp": {"llama.LlamaMLP": False, "phi3.Phi3MLP": True, "seed_oss.SeedOssMLP": False},
+    # Whether every token goes through a shared expert as well, by a gate of its own.
+    "mixture": {
+        "mixtral.MixtralSparseMoeBlock": False,
+        "qwen3_moe.Qwen3MoeSparseMoeBlock": False,
+        "olmoe.OlmoeSparseMoeBlock": False,
+        "qwen2_moe.Qwen2MoeSparseMoeBlock": True,
+    },
+    "router": {
+        "mixtral.MixtralTopKRouter": RouterForm(),
+        "qwen2_moe.Qwen2MoeTopKRouter": RouterForm("norm_topk_prob", rounds=True),
+    },
+    # That they are the usual ones.
+    "experts": {"mixtral.MixtralExperts": True},
+    "decoder": {
+        **dict.fromkeys(_PLAIN_DECODERS, DecoderForm()),
+        "gemma3.Gemma3TextModel": DecoderForm(has_angles_by_type=True),
+        "olmo3.Olmo3Model": DecoderForm(has_angles_by_type=True),
+        "granite.GraniteModel": DecoderForm(factor="embedding_multiplier"),
+    },
+    "model": {
+        "llama.LlamaForCausalLM": ModelForm(),
+        "mixtral.MixtralForCausalLM": ModelForm(),
+        "gemma2.Gemma2ForCausalLM": ModelForm(softcap="final_logit_softcapping"),
+        "granite.GraniteForCausalLM": ModelForm(divisor="logits_scaling"),
+    },
 }
 
 

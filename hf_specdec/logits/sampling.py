@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from transformers.generation.logits_process import LogitsProcessorList
 
 from ..drafts import DraftTree
-from ..kernels.sampling import propose_from_probs
+from ..kernels.sampling import sample_from_probs
 from .grammar.masks import GrowingMasks, constrained
 from .grammar.matchers import GrammarMatcher
 from .processors import ProcessorStack
@@ -99,7 +99,7 @@ def drawn(scores: torch.Tensor, uniforms: torch.Tensor) -> tuple[torch.LongTenso
     probs = scores.softmax(-1)
     # Where nothing can be drawn (the processors forbid all that the draft knows, or half precision overflows) a token
     # is proposed nevertheless: rules that judge whole drafts ask for a distribution at every node.
-    return propose_from_probs(probs, uniforms), probs
+    return sample_from_probs(probs, uniforms, proposes=True), probs
 
 
 def fit_width(logits: torch.Tensor, width: int) -> torch.Tensor:

@@ -13,7 +13,8 @@ import torch
 from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
 
-from ..kernels.warpers import Warping, can_warp, warped
+from ..kernels import warpers as kernels
+from ..kernels.warpers import Warping
 
 
 # C: the first that are put in order.
@@ -101,8 +102,8 @@ class Warpers:
 
     def __call__(self, input_ids: torch.LongTensor | None, scores: torch.Tensor) -> torch.FloatTensor:
         """Scores `(R, V)` in float32, of scores or logits that stay as they are."""
-        if can_warp(scores):
-            return warped(scores, self.warping)
+        if kernels.can_warp(scores):
+            return kernels.warped_triton(scores, self.warping)
         scores = scores.float()
         for warper in self._one_by_one:
             scores = warper(input_ids, scores)

@@ -17,17 +17,9 @@ import torch
 import torch.nn.functional as F
 
 from ..drafts import TreeTopology
+from ..kernels import tree_attention as kernels
 from ..kernels.ancestors import grow_ancestors
-from ..kernels.tree_attention import (
-    MAX_NODES,
-    Beginning,
-    SlotTree,
-    pack_ancestors,
-    pack_words,
-    tree_attention,
-    unpack_ancestors,
-    visible_slots,
-)
+from ..kernels.tree_attention import Beginning, SlotTree, pack_words, visible_slots
 from ..threads import cached_property
 from ..transfers import RowNumbers, keepers, kept_tensor, upload
 
@@ -49,7 +41,7 @@ class Span:
 
     @property
     def limits(self) -> dict[str, int]:
-        """The span as arguments of [`tree_attention`]."""
+        """The span as arguments of [`tree_attention_triton`]."""
         return {} if self.kind == "full" else {"window" if self.kind == "sliding" else "chunk": self.size}
 
 
@@ -117,20 +109,21 @@ def node_positions(topology: TreeTopology, rows: RowPlaces) -> torch.LongTensor:
 def slot_tree(topology: TreeTopology, rows: RowPlaces) -> SlotTree:
     """The nodes of a forward for the tree attention kernel."""
     device = topology.depths.device
-    lengths, starts, bits = rows.lengths_on(device), rows.starts_on(device), ancestor_bits(topology)
-    return SlotTree(lengths, starts, bits, topology.depths, beginning=rows.beginning)
+    lengths, starts, words = rows.lengths_on(device), rows.starts_on(device), ancestor_words(topology)
+    return SlotTree(lengths, starts, words, topology.depths, beginning=rows.beginning)
 
 
 class GrownTopology(TreeTopology):
     """A topology of at most 64 nodes in a graph, by one kernel, of parents `(R, T - 1)` unknown to the host."""
 
     draft_parents: torch.LongTensor
-    bits: torch.LongTensor  # (R, T): the ancestors as [`SlotTree`] has them
+    words: torch.LongTensor  # (R, T, 1): the ancestors as [`SlotTree`] has them
 
     def __init__(self, draft_parents: torch.LongTensor):
         bits, depths = grow_ancestors(draft_parents)
         # Not one by one: topologies are frozen.
-        vars(self).update(draft_parents=draft_parents, bits=bits, depths=depths, max_depth=draft_parents.shape[-1])
+        words, max_depth = bits[..., None], draft_parents.shape[-1]
+        vars(self).update(draft_parents=draft_parents, words=words, depths=depths, max_depth=max_depth)
 
     # Asked for where no kernel runs.
 
@@ -140,21 +133,18 @@ class GrownTopology(TreeTopology):
 
     @cached_property
     def ancestors(self) -> torch.BoolTensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return unpack_ancestors(self.bits)
+        return (self.words >> torch.arange(self.words.shape[1], device=self.words.device) & 1).bool()
 
 
-def ancestor_bits(topology: TreeTopology) -> torch.LongTensor:
-    """The ancestors of [`SlotTree`], `(T,)` or `(R, T)`; as words `(R | 1, T, W)` of more than 64 nodes."""
-    bits = vars(topology).get("bits")
-    if bits is None:
+def ancestor_words(topology: TreeTopology) -> torch.LongTensor:
+    """The ancestors of [`SlotTree`], `(R | 1, T, W)`."""
+    words = vars(topology).get("words")
+    if words is None:
         ancestors = topology.ancestors
-        if ancestors.shape[-1] > MAX_NODES:
-            bits = pack_words(ancestors if ancestors.dim() == 3 else ancestors[None])
-        else:
-            bits = pack_ancestors(ancestors)
+        words = pack_words(ancestors if ancestors.dim() == 3 else ancestors[None])
         # They live as long as the topology, which a graph that reads them holds on to.
-        vars(topology)["bits"] = bits
-    return bits
+        vars(topology)["words"] = words
+    return words
 
 
 def additive_mask(hidden: torch.BoolTensor, dtype: torch.dtype) -> torch.Tensor:
@@ -179,8 +169,8 @@ class TreeMask:
         softcap: float | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of shape `(R, T, H, D)`; the arguments are those of [`tree_attention`]."""
-        return tree_attention(
+        """Attention of shape `(R, T, H, D)`; the arguments are those of [`tree_attention_triton`]."""
+        return kernels.tree_attention_triton(
             query, key, value, self.tree, scale, softcap=softcap or 0.0, sinks=sinks, **self.span.limits
         )
 
@@ -239,7 +229,7 @@ def _full_mask(
         picture = F.pad(picture, (0, width), value=torch.finfo(dtype).min).unfold(1, width, 1)
         mask[:, 0, :, text_ends:] = picture[:, width - lengths].transpose(0, 1)
     else:
-        after = SlotTree(lengths, (starts - text_ends).clamp(min=0), ancestor_bits(topology), topology.depths)
+        after = SlotTree(lengths, (starts - text_ends).clamp(min=0), ancestor_words(topology), topology.depths)
         mask[..., text_ends:] = TreeMask(after, FULL).additive(columns - text_ends, dtype).repeat(1, 1, repeats, 1)
     return mask
 

@@ -12,9 +12,10 @@ from transformers.utils import logging as transformers_logging
 
 import hf_specdec  # noqa: F401 - teaches generate() the speculative arguments
 from hf_specdec import modules
-from hf_specdec.kernels import products
+from hf_specdec.kernels import products, tree_attention
 from hf_specdec.target import attention
 from hf_specdec.target import model as target
+from tests.helpers import layer_references
 from tests.helpers.models import letter_tokenizer, tiny_llama, tiny_mistral
 
 
@@ -74,6 +75,7 @@ def with_kernel(monkeypatch):
     """Attention from a tree and not from a mask, as on a GPU; the operations themselves run as their references."""
     for module in (attention, target):
         monkeypatch.setattr(module, "use_triton", lambda *tensors: True)
+    monkeypatch.setattr(tree_attention, "tree_attention_triton", layer_references.tree_attention)
 
 
 @pytest.fixture

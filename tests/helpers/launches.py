@@ -31,7 +31,6 @@ from hf_specdec.kernels import (
     _triton,
     acceptance,
     ancestors,
-    angles,
     best,
     experts,
     gates,
@@ -360,11 +359,11 @@ class CountingBackend(TapeBackend):
 
 
 _KERNEL_FILES = (
-    *(acceptance, ancestors, angles, best, cache_kernels, experts, gates),
+    *(acceptance, ancestors, best, cache_kernels, experts, gates),
     *(heads, matches, norms, philox, sampling, tree_attention, warpers),
 )
 _READERS_OF_THE_DEVICE = (
-    *(acceptance, ancestors, best, cache_kernels, matches, philox, sampling, tree_attention, warpers),
+    *(acceptance, ancestors, best, cache_kernels, matches, philox, sampling, warpers),
     *(attention, cache, target),
 )
 
@@ -380,6 +379,7 @@ def _are_few(x: torch.Tensor) -> bool:
 
 # Of launchers whose references have other names.
 _REFERENCES = {
+    "add_norm_triton": layer_references.add_norm,
     "_best_triton": lambda scores: scores.argmax(-1),
     "_ranked_triton": lambda logits, count: tuple(logits.float().log_softmax(-1).topk(count)),
     "_reject_triton": _reject,
@@ -387,6 +387,8 @@ _REFERENCES = {
     "gated_triton": layer_references.gated,
     "mixture_triton": layer_references.mixture,
     "rotary_angles_triton": layer_references.rotary_angles,
+    "tree_attention_triton": layer_references.tree_attention,
+    "warped_triton": layer_references.warped,
     "place_heads_triton": place_heads,
 }
 

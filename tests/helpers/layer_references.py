@@ -1,14 +1,16 @@
-"""Tensors, tolerances and references for the kernels of layers, and a cache of one layer."""
+"""Tensors, tolerances, references for kernels that the package itself has none of, and a cache of one layer."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
+from transformers.generation import logits_process as hf
 
-from hf_specdec.kernels.angles import signed_angles
 from hf_specdec.kernels.cache import WritePlan
 from hf_specdec.kernels.gates import SILU
+from hf_specdec.kernels.heads import signed_angles
 from hf_specdec.kernels.projections import Unnormed
+from hf_specdec.kernels.tree_attention import visible_slots
 from hf_specdec.target.cache import SlotCache
 
 
@@ -30,6 +32,12 @@ def to(value, device):
         parts = [to(part, device) for part in value]
         return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value.to(device) if torch.is_tensor(value) else value
+
+
+def add_norm(stream, update, update_norm, norm):
+    if update is not None:
+        stream = stream + (update if update_norm is None else update_norm(update))
+    return stream, stream if norm is None else norm(stream)
 
 
 def gated(gate, up, kind):
@@ -65,6 +73,38 @@ def rotary_angles(positions, frequencies, factor, dtype, is_interleaved):
     turns = positions[..., None].float() * frequencies.float()
     cosine, sine = (torch.cat((part, part), dim=-1) * factor for part in (turns.cos(), turns.sin()))
     return signed_angles(cosine.to(dtype), sine.to(dtype), is_interleaved)
+
+
+def tree_attention(query, key, value, tree, scale=None, window=0, chunk=0, softcap=0.0, sinks=None, num_splits=None):
+    rows, heads, nodes, size = query.shape
+    kv_heads, slots = key.shape[1:3]
+    query = query.float().reshape(rows, kv_heads, -1, size)
+    scale = size**-0.5 if scale is None else scale
+    scores = (query @ key.float().transpose(-1, -2) * scale).view(rows, heads, nodes, slots)
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    scores = scores.masked_fill(~visible_slots(tree, slots, window, chunk)[:, None], float("-inf"))
+    if sinks is not None:
+        scores = torch.cat([scores, sinks.float().view(1, -1, 1, 1).expand(rows, heads, nodes, 1)], dim=-1)
+    weights = scores.softmax(-1)[..., :slots].view(rows, kv_heads, -1, slots)
+    output = (weights @ value.float()).view(rows, heads, nodes, -1)
+    return output.transpose(1, 2).contiguous().to(value.dtype)
+
+
+def warped(logits, warping):
+    """By transformers' warpers, with a stable sort."""
+    temperature, top_k, top_p, min_p = warping
+    scores = logits.reshape(-1, logits.shape[-1]).float() / temperature
+    if top_k is not None:
+        scores = hf.TopKLogitsWarper(top_k)(None, scores)
+    if top_p is not None:
+        ordered = scores.sort(dim=-1, stable=True)
+        goes = ordered.values.softmax(-1).cumsum(-1) <= 1 - top_p
+        goes[:, -1] = False
+        scores = scores.masked_fill(goes.scatter(-1, ordered.indices, goes), -torch.inf)
+    if min_p is not None:
+        scores = hf.MinPLogitsWarper(min_p)(None, scores)
+    return scores.view(logits.shape)
 
 
 def slots_of(buffers, starts, columns):

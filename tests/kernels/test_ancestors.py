@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hf_specdec.drafts import TreeTopology
 from hf_specdec.kernels.ancestors import _grow_torch, _grow_triton
-from hf_specdec.kernels.tree_attention import MAX_NODES, pack_ancestors
+from hf_specdec.kernels.tree_attention import MAX_NODES, pack_words
 from tests.kernels.conftest import every_gpu
 
 
@@ -22,7 +22,7 @@ def parents_of_rows(draw):
 
 def check(grown, parents):
     topology = TreeTopology.from_parents(parents)
-    assert torch.equal(grown[0].cpu(), pack_ancestors(topology.ancestors))
+    assert torch.equal(grown[0].cpu()[..., None], pack_words(topology.ancestors))
     assert torch.equal(grown[1].cpu(), topology.depths)
 
 

@@ -10,12 +10,12 @@ import re
 import pytest
 import torch
 
-from hf_specdec.kernels import early, projections, tree_attention
+from hf_specdec.kernels import launching, projections, tree_attention
 from hf_specdec.kernels.gates import SILU, gated_triton
 from hf_specdec.kernels.heads import place_heads_triton
 from hf_specdec.kernels.norms import Norm, add_norm_triton
 from hf_specdec.kernels.tiles import Gpu
-from hf_specdec.kernels.tree_attention import SlotTree, _tree_attention_triton
+from hf_specdec.kernels.tree_attention import SlotTree, tree_attention_triton
 from tests.helpers.layer_references import slots_of
 from tests.helpers.levels import when_slow
 from tests.kernels.conftest import SHARED_MEMORY
@@ -32,11 +32,11 @@ def launch_a_layer() -> None:
     weights = [(torch.empty(width, 4096, **draw), None) for width in (4096, 1024, 1024)]
     heads = tuple(torch.empty(1, 16, count, 128, **draw) for count in (32, 8, 8))
     buffers = [torch.empty(1, 8, 1024, 128, **draw) for _ in range(2)]
-    tree = SlotTree(rows, rows, rows.expand(16), rows.expand(16))
+    tree = SlotTree(rows, rows, rows.expand(1, 16, 1), rows.expand(16))
     add_norm_triton(hidden, hidden, None, Norm(torch.empty(4096, **draw), 1e-5))
     projections.products_triton(hidden, weights)
     place_heads_triton(heads, (torch.empty(1, 16, 1, 128, **draw),) * 2, None, slots_of(buffers, rows, 1024), 0, False)
-    _tree_attention_triton(heads[0].transpose(1, 2), *buffers, tree, 0.1, 0, 0, 0.0, None, num_splits=8)
+    tree_attention_triton(heads[0].transpose(1, 2), *buffers, tree, num_splits=8)
     stream, squares = projections.added_product_triton(hidden, weights[0], hidden)
     projections.products_triton(projections.Unnormed(stream, squares, Norm(torch.empty(4096, **draw), 1e-5)), weights)
     projections.gated_product_triton(hidden, *weights[1:], SILU)
@@ -48,7 +48,7 @@ def test_nothing_is_touched_before_the_wait(compile_for, request, monkeypatch):
     gpu = Gpu(132, SHARED_MEMORY[request.node.callspec.params["compile_for"]])
     for module in (projections, tree_attention):
         monkeypatch.setattr(module, "gpu_of", lambda device: gpu)
-    monkeypatch.setattr(early, "launches_early", lambda tensor: True)
+    monkeypatch.setattr(launching, "launches_early", lambda tensor: True)
     with compile_for() as kernels:
         launch_a_layer()
     assert len(kernels) == 8

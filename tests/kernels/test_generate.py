@@ -74,7 +74,7 @@ def launches(monkeypatch):
         monkeypatch,
         (cache, "_write_triton"),
         (cache, "_move_triton"),
-        (tree_attention, "_tree_attention_triton"),
+        (tree_attention, "tree_attention_triton"),
         (norms, "add_norm_triton"),
         (heads, "place_heads_triton"),
         (gates, "gated_triton"),
@@ -82,7 +82,7 @@ def launches(monkeypatch):
         (acceptance, "_follow_triton"),
         (acceptance, "_reject_triton"),
         (sampling, "_sample_triton"),
-        (warpers, "_warped_triton"),
+        (warpers, "warped_triton"),
     )
 
 
@@ -112,7 +112,7 @@ def test_greedy_trees_match_generate(name, padding, device, launches, monkeypatc
         mlp |= {"gated_triton"} if name == "qwen2_moe" else set()
         fused = {"place_heads_triton", "add_norm_triton", "_follow_triton", *mlp}
     # What lies in place is not moved on a CPU.
-    assert set(launches) - {"_move_triton"} == {"_tree_attention_triton", *fused}
+    assert set(launches) - {"_move_triton"} == {"tree_attention_triton", *fused}
 
 
 WARPED = {"temperature": 0.8, "top_k": 20, "top_p": 0.8, "min_p": 0.02}
@@ -140,5 +140,5 @@ def test_samples(widths, settings, device, launches, monkeypatch):
     assert not launches
     assert torch.equal(run("triton", text), text)
     expected = {"_reject_triton"} if widths else {"_follow_triton", "_sample_triton"}
-    assert expected | ({"_warped_triton"} if settings else set()) <= set(launches)
+    assert expected | ({"warped_triton"} if settings else set()) <= set(launches)
     assert widths or "_reject_triton" not in launches

@@ -7,13 +7,12 @@ import torch
 from transformers.activations import ACT2FN
 
 from hf_specdec.kernels import _triton
-from hf_specdec.kernels.angles import rotary_angles_triton, signed_angles
 from hf_specdec.kernels.gates import GELU_TANH, SILU, gated_triton
-from hf_specdec.kernels.heads import place_heads_triton
-from hf_specdec.kernels.norms import Norm, Scale, add_norm_torch, add_norm_triton
+from hf_specdec.kernels.heads import place_heads_triton, rotary_angles_triton, signed_angles
+from hf_specdec.kernels.norms import Norm, Scale, add_norm_triton
 from hf_specdec.layers.llama import GatedMLP, RMSNorm, bind_sum, place_heads
 from hf_specdec.layers.plan import Normed, Way
-from tests.helpers.layer_references import CLOSE, drawn, rotary_angles, slots_of, to
+from tests.helpers.layer_references import CLOSE, add_norm, drawn, rotary_angles, slots_of, to
 from tests.helpers.levels import in_full, when_slow
 from tests.kernels.conftest import every_gpu
 
@@ -51,7 +50,7 @@ def test_sums_and_norms(dtype, kind, parts, device):
     update = drawn(2, 3, 2 * size, dtype=dtype, seed=1)[..., size:] if "sum" in parts else None
     update_norm = of_the_kind(2) if "normed sum" in parts else None
     given = stream, update, update_norm, of_the_kind(3) if parts.endswith("norm") else None
-    expected = add_norm_torch(*given)
+    expected = add_norm(*given)
     for ours, theirs in zip(add_norm_triton(*to(given, device)), expected):
         assert ours.dtype == dtype
         torch.testing.assert_close(ours.cpu(), theirs, **CLOSE[dtype])

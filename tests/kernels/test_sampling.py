@@ -12,7 +12,8 @@ from transformers.generation import logits_process as hf
 from hf_specdec.kernels import launching
 from hf_specdec.kernels.sampling import _sample_triton, sample_torch
 from hf_specdec.kernels.tiles import Gpu
-from hf_specdec.kernels.warpers import Warping, _warped_torch, _warped_triton
+from hf_specdec.kernels.warpers import Warping, warped_triton
+from tests.helpers.layer_references import warped
 from tests.helpers.levels import full, in_full, when_slow
 from tests.helpers.rule_cases import random_probs
 from tests.kernels.conftest import every_gpu
@@ -109,7 +110,7 @@ ROUNDING = 1e-5
 
 def check_warped(logits: torch.Tensor, warping: Warping, device: torch.device) -> torch.Tensor:
     """The scores of the kernels, after they were compared with those of transformers."""
-    found, expected = _warped_triton(logits.to(device), warping).cpu(), _warped_torch(logits, warping)
+    found, expected = warped_triton(logits.to(device), warping).cpu(), warped(logits, warping)
     assert found.dtype == torch.float32
     is_kept = expected > -torch.inf
     torch.testing.assert_close(found[is_kept], expected[is_kept], rtol=1e-6, atol=0)
@@ -119,7 +120,7 @@ def check_warped(logits: torch.Tensor, warping: Warping, device: torch.device) -
 
 def far_from_borders(logits: torch.Tensor, warping: Warping) -> bool:
     """Tells whether rounding cannot decide which tokens are kept."""
-    probs = _warped_torch(logits, warping._replace(top_p=None, min_p=None)).double().softmax(-1).sort(dim=-1).values
+    probs = warped(logits, warping._replace(top_p=None, min_p=None)).double().softmax(-1).sort(dim=-1).values
     distances = []
     if warping.top_p is not None:
         # The most probable one is always kept.
@@ -184,7 +185,7 @@ def test_warpers_of_logits_that_are_no_numbers_or_impossible(device):
     logits = torch.randn((5, 300), generator=torch.Generator().manual_seed(0))
     logits[1:4, 7] = torch.tensor([torch.nan, -torch.nan, torch.inf])
     logits[4] = -torch.inf
-    found = _warped_triton(logits.to(device), warping).cpu()
+    found = warped_triton(logits.to(device), warping).cpu()
     assert torch.equal(found[:1], check_warped(logits[:1], warping, device))
     assert found[1:4].softmax(-1).isnan().any(-1).all()
     assert (found[4] == -torch.inf).all()
@@ -195,7 +196,7 @@ def test_warpers_of_logits_that_are_no_numbers_or_impossible(device):
 def test_warpers_compile(compile_for, dtype):
     with compile_for() as kernels:
         for vocab_size in (32000, 151936):
-            _warped_triton(torch.empty((16, vocab_size), dtype=dtype), Warping(0.7, 50, 0.95, 0.05))
-        _warped_triton(torch.empty((1, 32000), dtype=dtype), Warping(0.7, min_p=0.05))
+            warped_triton(torch.empty((16, vocab_size), dtype=dtype), Warping(0.7, 50, 0.95, 0.05))
+        warped_triton(torch.empty((1, 32000), dtype=dtype), Warping(0.7, min_p=0.05))
     num_digits = {torch.bfloat16: 4, torch.float16: 5, torch.float32: 8}[dtype]
     assert len(kernels) == 2 * (2 * num_digits + 1) + 2

@@ -17,11 +17,11 @@ from hf_specdec.kernels.tree_attention import (
     MAX_NODES,
     Beginning,
     SlotTree,
-    _tree_attention_torch,
-    _tree_attention_triton,
-    pack_ancestors,
+    pack_words,
+    tree_attention_triton,
 )
 from hf_specdec.transfers import holding
+from tests.helpers.layer_references import tree_attention
 from tests.helpers.levels import in_full, when_slow
 from tests.kernels.conftest import SHARED_MEMORY
 
@@ -39,7 +39,8 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 def tree_of(parents, lengths, starts) -> SlotTree:
     """Drafts of one shape, or of one for every row."""
     topology = TreeTopology.from_parents(torch.tensor(parents, dtype=torch.long))
-    return SlotTree(torch.tensor(lengths), torch.tensor(starts), pack_ancestors(topology.ancestors), topology.depths)
+    words = pack_words(topology.ancestors if topology.ancestors.dim() == 3 else topology.ancestors[None])
+    return SlotTree(torch.tensor(lengths), torch.tensor(starts), words, topology.depths)
 
 
 def moved(tree, device):
@@ -70,16 +71,16 @@ def random_states(rows, heads, kv_heads, nodes, slots, size, value_size=None, dt
     return query, key[:rows, :, :slots], value[:rows, :, :slots]
 
 
-def attention(run, query, key, value, tree, scale=0.3, window=0, chunk=0, softcap=0.0, sinks=None, **options):
-    return run(query, key, value, tree, scale, window, chunk, softcap, sinks, **options)
+def attention(run, *states, scale=0.3, **options):
+    return run(*states, scale=scale, **options)
 
 
 def check(device, query, key, value, tree, num_splits=1, **options):
     """Runs the kernels on the device."""
-    expected = attention(_tree_attention_torch, query, key, value, tree, **options)
+    expected = attention(tree_attention, query, key, value, tree, **options)
     options = {name: option.to(device) if torch.is_tensor(option) else option for name, option in options.items()}
     states = (states.to(device) for states in (query, key, value))
-    output = attention(_tree_attention_triton, *states, moved(tree, device), num_splits=num_splits, **options)
+    output = attention(tree_attention_triton, *states, moved(tree, device), num_splits=num_splits, **options)
     # The next launch counts from 0 again.
     assert not arrivals(1024, device).any()
     assert output.is_contiguous()
@@ -133,7 +134,7 @@ def test_reference_follows_the_definition(parents, options):
     nodes = len(parents) + 1
     tree = tree_of(parents, lengths=[14, 1, 9], starts=[3, 0, 8])
     states = random_states(3, 4, 2, nodes, slots=14 + nodes, size=8, value_size=6)
-    output = attention(_tree_attention_torch, *states, tree, **options)
+    output = attention(tree_attention, *states, tree, **options)
     torch.testing.assert_close(output, by_definition(*states, tree, parents, **options), atol=1e-5, rtol=1e-5)
 
 
@@ -142,14 +143,14 @@ def test_last_nodes_of_a_tree_and_chains_of_any_length(options):
     """As a level of a draft reads them, and prompts; padding sees itself, so that there is no NaN."""
     tree = tree_of(BUSHY, lengths=[14, 1, 9], starts=[3, 0, 8])
     query, key, value = random_states(3, 4, 2, 7, slots=21, size=8)
-    expected = attention(_tree_attention_torch, query, key, value, tree, **options)[:, -3:]
-    last = SlotTree(tree.lengths, tree.starts, tree.ancestors.expand(3, -1)[:, -3:, None], tree.depths)
+    expected = attention(tree_attention, query, key, value, tree, **options)[:, -3:]
+    last = SlotTree(tree.lengths, tree.starts, tree.ancestors[:, -3:], tree.depths)
     assert (last.num_queries, last.num_nodes) == (3, 7)
-    output = attention(_tree_attention_torch, query[:, :, -3:], key, value, last, **options)
+    output = attention(tree_attention, query[:, :, -3:], key, value, last, **options)
     torch.testing.assert_close(output, expected)
     states, chain = random_states(3, 4, 2, 12, slots=15, size=8), SlotTree(**PROMPTS, num_queries=12)
     expected = by_definition(*states, chain, range(-1, 10), **options)
-    torch.testing.assert_close(attention(_tree_attention_torch, *states, chain, **options), expected)
+    torch.testing.assert_close(attention(tree_attention, *states, chain, **options), expected)
 
 
 # Prompts: nothing is committed, and the first tokens of some rows are padding.
@@ -208,8 +209,8 @@ def other_trees(kind):
         # More than a word has bits.
         parents = [tuple(node // 3 - 1 for node in range(MAX_NODES + 5)), tuple(range(-1, MAX_NODES + 4))]
         topology = TreeTopology.from_parents(torch.tensor(parents))
-        words = [pack_ancestors(part) for part in topology.ancestors[:, -7:].split(64, dim=-1)]
-        tree = SlotTree(torch.tensor([20, 3]), torch.tensor([4, 0]), torch.stack(words, dim=-1), topology.depths)
+        words = pack_words(topology.ancestors[:, -7:])
+        tree = SlotTree(torch.tensor([20, 3]), torch.tensor([4, 0]), words, topology.depths)
         return tree, (2, 2, 1, 7, 90)
     # Long texts, one shorter than both ends, and one that begins with padding.
     tree = tree_of(BUSHY, lengths=[180, 7, 64], starts=[11, 2, 0])
@@ -253,7 +254,7 @@ def test_kernel_keeps_nan_where_it_belongs(device):
     value[0, 0, 21, 3] = float("nan")
     tree, states = moved(tree_of((-1, -1), [20], [0]), device), [part.to(device) for part in (query, key, value)]
     for num_splits in (1, 2):
-        output = attention(_tree_attention_triton, *states, tree, num_splits=num_splits)
+        output = attention(tree_attention_triton, *states, tree, num_splits=num_splits)
         assert output[0, 1].isnan().nonzero().tolist() == [[0, 3]]
 
 
@@ -288,13 +289,13 @@ def test_kernels_compile(compile_for, shape, request, monkeypatch):
     key, value = (torch.empty(1, 8, 4096, width, dtype=dtype) for width in (size, value_size))
     options = {**options, "sinks": torch.empty(8 * groups, dtype=dtype) if "sinks" in options else None}
     integers = torch.zeros(1, dtype=torch.long)
-    tree = SlotTree(integers, integers, integers.expand(nodes), integers.expand(nodes))
+    tree = SlotTree(integers, integers, integers.expand(1, nodes, 1), integers.expand(nodes))
     if options.pop("is_chain", False):
         tree = SlotTree(integers, integers, num_queries=nodes)
     if options.pop("both_ends", False):
         tree = of_both_ends(tree, 4, 512)
     with compile_for() as compiled:
-        attention(_tree_attention_triton, query, key, value, tree, num_splits=num_splits, **options)
+        attention(tree_attention_triton, query, key, value, tree, num_splits=num_splits, **options)
     assert len(compiled) == 1
     # Numbers that threads hand to each other one by one. Sums of all parts, which a thread keeps, would be 64 more.
     assert compiled[0].asm.get("ptx", "").count("st.shared.b32") < 64

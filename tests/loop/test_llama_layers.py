@@ -9,8 +9,8 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from hf_specdec.kernels import angles
-from hf_specdec.kernels.angles import signed_angles
+from hf_specdec.kernels import heads as kernels
+from hf_specdec.kernels.heads import signed_angles
 from hf_specdec.layers import llama
 from hf_specdec.layers.known import is_llama_layer
 from hf_specdec.layers.llama import (
@@ -273,7 +273,7 @@ def as_on_a_gpu(monkeypatch):
     """Calls of the kernel that computes angles, which torch computes here."""
     calls = []
     monkeypatch.setattr(llama, "way_of", lambda tensor: Way.KERNELS)
-    monkeypatch.setattr(angles, "rotary_angles_triton", lambda *args: calls.append(args) or rotary_angles(*args))
+    monkeypatch.setattr(kernels, "rotary_angles_triton", lambda *args: calls.append(args) or rotary_angles(*args))
     return calls
 
 

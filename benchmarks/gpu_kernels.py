@@ -84,10 +84,9 @@ def products(device: torch.device, dtype: torch.dtype) -> list[Row]:
         hidden, inner = sizes["hidden_size"], sizes["intermediate_size"]
         widths = [sizes[f"num_{kind}_heads"] * sizes["head_dim"] for kind in ("attention", "key_value", "key_value")]
         count = max(1, MANY_BYTES // (dtype.itemsize * hidden * (sum(widths) + 3 * inner))) if is_cuda else 2
-        shapes = (hidden, inner), (hidden, inner), (inner, hidden)
         layers: dict[str, list[Any]] = {
             "queries, keys, values": [[linear(hidden, width) for width in widths] for _ in range(count)],
-            "gated MLP": [GatedMLP(*(linear(*shape) for shape in shapes), nn.SiLU()) for _ in range(count)],
+            "gated MLP": [GatedMLP(hidden, inner).to(device, dtype) for _ in range(count)],
         }
         for tokens in (1, 16, 64):
             states = torch.randn((1, tokens, hidden), dtype=dtype, device=device)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,11 +35,8 @@ def graph_depth(chosen: int | None, most: int) -> int:
     return most if chosen is None else min(next((depth for depth in _DEPTHS if depth >= chosen), most), most)
 
 
-class _Inputs(NamedTuple):
-    """Buffers of a graph: what is new of the rows, and what was kept of them."""
-
-    new: GraphInputs
-    kept: GraphInputs
+# Buffers of a graph: what is new of the rows, and what was kept of them.
+_Inputs = tuple[GraphInputs, GraphInputs]
 
 
 class Runner:
@@ -93,11 +90,11 @@ class Runner:
 
         def make_inputs(rows: int) -> _Inputs:
             inputs = GraphInputs(rows, self.device, padding, tensors, width)
-            return _Inputs(inputs, GraphInputs(rows, self.device, {}, kept))
+            return inputs, GraphInputs(rows, self.device, {}, kept)
 
         def fill(inputs: _Inputs, count: int) -> None:
-            inputs.new.fill(count, numbers, tensors)
-            inputs.kept.fill(count, {}, kept)
+            inputs[0].fill(count, numbers, tensors)
+            inputs[1].fill(count, {}, kept)
 
         captured = self.graphs.run(
             (None if slots is None else type(slots), width, *tensors, *numbers, *kept, *key),
@@ -128,8 +125,8 @@ def _recorded(
     read: Callable[[NetworkState, Entries], Any], slots: Any, inputs: _Inputs, columns: int = 0
 ) -> tuple[Any, dict[Any, torch.Tensor]]:
     """The output of `read` on the buffers of a graph, with slots that it reads `columns` of, and what it keeps."""
-    numbers, states = inputs.new.numbers, dict(inputs.new.tensors)
-    state = NetworkState(None if slots is None else slots.in_a_graph(numbers, columns), dict(inputs.kept.tensors))
+    numbers, states, kept = inputs[0].numbers, dict(inputs[0].tensors), dict(inputs[1].tensors)
+    state = NetworkState(None if slots is None else slots.in_a_graph(numbers, columns), kept)
     keys = RowKeys(*(numbers[name] for name in _KEYS)) if _KEYS[0] in numbers else None
     new = Entries(states.pop("tokens", None), states, numbers.get("counts"), keys, numbers.get("limits"))
     return read(state, new), state.kept

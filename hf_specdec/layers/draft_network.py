@@ -5,7 +5,7 @@ Shapes: R rows, T tokens, h hidden size, V vocabulary of the target, U that of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 from weakref import ref
@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import Qwen3Config
-from transformers.activations import ACT2FN
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ..checkpoints.draft_reader import DraftConfig
@@ -24,7 +23,7 @@ from ..checkpoints.reader import CheckpointReader
 from ..errors import CheckpointFormatError
 from ..settings import SpeculativeConfig
 from ..target_facts import device_of, is_packed, numbers_of
-from .llama import GatedMLP, RMSNorm, RotaryAngles, RotaryAttention
+from .llama import RotaryAngles
 from .plan import Way, bind_linears, is_hooked, project, way_of
 
 
@@ -255,35 +254,3 @@ def is_close(weight: torch.Tensor, of_target: Any) -> bool:
         return False
     rows = min(len(weight), len(of_target))
     return torch.allclose(weight[:rows].float(), of_target[:rows].to(weight.device).float(), rtol=2e-2, atol=1e-3)
-
-
-def new_attention(
-    config: DraftConfig,
-    layer_idx: int,
-    biases: Container[str] = (),
-    has_head_norms: bool = False,
-    width: int | None = None,
-    is_causal: bool = True,
-) -> RotaryAttention:
-    """Attention with random weights over states of a width; `biases` names the linear layers that have a bias."""
-    size, head_dim = config.hidden_size, config.head_dim
-    queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
-    shapes = {name: (width or size, keys) for name in ("k_proj", "v_proj")}
-    shapes |= {"q_proj": (width or size, queries), "o_proj": (queries, size)}
-    norms = (RMSNorm(head_dim, config.rms_norm_eps), RMSNorm(head_dim, config.rms_norm_eps))
-    return RotaryAttention(
-        **{name: nn.Linear(*shape, bias=name in biases) for name, shape in shapes.items()},
-        head_dim=head_dim,
-        groups=config.num_attention_heads // config.num_key_value_heads,
-        layer_idx=layer_idx,
-        head_norms=norms if has_head_norms else None,
-        is_causal=is_causal,
-    )
-
-
-def new_mlp(config: DraftConfig, biases: Container[str] = ()) -> GatedMLP:
-    """An MLP with random weights; `biases` names the linear layers that have a bias."""
-    outer, inner = config.hidden_size, config.intermediate_size
-    shapes = {"gate_proj": (outer, inner), "up_proj": (outer, inner), "down_proj": (inner, outer)}
-    linears = {name: nn.Linear(*shape, bias=name in biases) for name, shape in shapes.items()}
-    return GatedMLP(**linears, act_fn=ACT2FN[config.hidden_act])

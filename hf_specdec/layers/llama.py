@@ -17,7 +17,7 @@ D head size, A numbers of a head that turn, S slots of a cache, I inner width of
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.activations import ACT2FN
 
+from ..checkpoints.draft_reader import DraftConfig
 from ..kernels import gates, heads, norms, projections
 from ..kernels.gates import GELU_TANH, SILU
 from ..kernels.heads import Angles, KeyValueCache
@@ -210,31 +211,31 @@ class RotaryAttention(nn.Module):
 
     def __init__(
         self,
-        q_proj: nn.Module,
-        k_proj: nn.Module,
-        v_proj: nn.Module,
-        o_proj: nn.Module,
-        *,
-        head_dim: int,
-        groups: int,
+        config: DraftConfig,
         layer_idx: int,
-        head_norms: tuple[nn.Module, nn.Module] | None = None,
+        biases: Container[str] = (),  # names of the linear layers that have one
+        has_head_norms: bool = False,
+        width: int | None = None,  # X, by default H
         is_causal: bool = True,
     ):
         super().__init__()
+        size, head_dim = config.hidden_size, config.head_dim
         self.head_dim = head_dim
-        self.groups = groups
+        self.groups: int = config.num_attention_heads // config.num_key_value_heads
         self.layer_idx = layer_idx
         self.is_causal = is_causal
         self.scaling: float = head_dim**-0.5
-        self.q_proj = q_proj
-        self.k_proj = k_proj
-        self.v_proj = v_proj
-        self.o_proj = o_proj
-        if head_norms is not None:
-            self.q_norm: nn.Module
-            self.k_norm: nn.Module
-            self.q_norm, self.k_norm = head_norms
+        queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
+        shapes = {name: (width or size, keys) for name in ("k_proj", "v_proj")}
+        shapes |= {"q_proj": (width or size, queries), "o_proj": (queries, size)}
+        linears = {name: nn.Linear(*shape, bias=name in biases) for name, shape in shapes.items()}
+        self.q_proj: nn.Module = linears["q_proj"]
+        self.k_proj: nn.Module = linears["k_proj"]
+        self.v_proj: nn.Module = linears["v_proj"]
+        self.o_proj: nn.Module = linears["o_proj"]
+        if has_head_norms:
+            self.q_norm: nn.Module = RMSNorm(head_dim, config.rms_norm_eps)
+            self.k_norm: nn.Module = RMSNorm(head_dim, config.rms_norm_eps)
 
     @classmethod
     def of(cls, attention: nn.Module, layer_idx: int) -> RotaryAttention:
@@ -438,12 +439,12 @@ class GatedMLP(nn.Module):
     transformers' layers may have one product `gate_up_proj` for both, and then the activation as `activation_fn`.
     """
 
-    def __init__(self, gate_proj: nn.Module, up_proj: nn.Module, down_proj: nn.Module, act_fn: nn.Module):
+    def __init__(self, size: int, inner: int, activation: str = "silu", biases: Container[str] = ()):
         super().__init__()
-        self.gate_proj = gate_proj
-        self.up_proj = up_proj
-        self.down_proj = down_proj
-        self.act_fn = act_fn
+        self.gate_proj: nn.Module = nn.Linear(size, inner, bias="gate_proj" in biases)
+        self.up_proj: nn.Module = nn.Linear(size, inner, bias="up_proj" in biases)
+        self.down_proj: nn.Module = nn.Linear(inner, size, bias="down_proj" in biases)
+        self.act_fn: nn.Module = ACT2FN[activation]
 
     def plan(self, way: Way, dtype: torch.dtype) -> PartPlan:
         """What it computes with."""
@@ -490,9 +491,9 @@ class RMSNorm(nn.Module):
     rounds_last: bool = False
     is_centered: bool = False
 
-    def __init__(self, size: int, eps: float, weight: nn.Parameter | None = None):
+    def __init__(self, size: int, eps: float):
         super().__init__()
-        self.weight: nn.Parameter = nn.Parameter(torch.ones(size)) if weight is None else weight
+        self.weight: nn.Parameter = nn.Parameter(torch.ones(size))
         self.variance_epsilon = eps
 
     @classmethod

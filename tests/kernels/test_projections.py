@@ -11,7 +11,6 @@ from hf_specdec.kernels.gates import GELU_TANH, SILU
 from hf_specdec.kernels.norms import Norm
 from hf_specdec.kernels.tiles import Gpu
 from hf_specdec.layers import llama
-from hf_specdec.layers.draft_network import new_attention, new_mlp
 from hf_specdec.layers.plan import Normed, norm_of, plan_layers, way_of
 from tests.helpers.layer_references import CLOSE, drawn, gated, to
 from tests.helpers.levels import in_full, when_slow
@@ -108,7 +107,7 @@ def test_what_is_taken(monkeypatch):
 class Sizes:
     """Of a layer, as configs have them."""
 
-    hidden_size, intermediate_size, hidden_act, rms_norm_eps = 64, 128, "silu", 1e-5
+    hidden_size, rms_norm_eps = 64, 1e-5
     num_attention_heads, num_key_value_heads, head_dim = 4, 2, 16
 
 
@@ -119,7 +118,7 @@ def test_layers_of_four_products(hooked, device, monkeypatch):
     layers = []
     for index in range(2):
         both = [llama.RMSNorm(64, 1e-5) for _ in range(2)]
-        layers.append(llama.DecoderLayer(new_attention(Sizes, index), new_mlp(Sizes), *both))
+        layers.append(llama.DecoderLayer(llama.RotaryAttention(Sizes, index), llama.GatedMLP(64, 128), *both))
     hidden, angles = drawn(1, 5, 64, dtype=torch.bfloat16), (drawn(1, 5, 1, 16), drawn(1, 5, 1, 16, seed=3))
     seen = []
     for layer in layers:

@@ -41,8 +41,8 @@ from ...checkpoints.loading import save_checkpoint
 from ...checkpoints.reader import CheckpointReader
 from ...errors import SpecConfigError
 from ...kernels.heads import KeyValueCache
-from ...layers.draft_network import DraftNetwork, TargetParts, embedding_device, is_copy, new_attention, new_mlp
-from ...layers.llama import DecoderLayer, RMSNorm, rotate, with_query_groups
+from ...layers.draft_network import DraftNetwork, TargetParts, embedding_device, is_copy
+from ...layers.llama import DecoderLayer, GatedMLP, RMSNorm, RotaryAttention, rotate, with_query_groups
 from ...layers.plan import project, way_of
 from ...settings import SpeculativeConfig
 from ...target_facts import num_embeddings
@@ -296,8 +296,8 @@ class DFlashLayer(DecoderLayer):
     def __init__(self, config: DFlashConfig, index: int):
         biases = ("q_proj", "k_proj", "v_proj", "o_proj") if config.attention_bias else ()
         super().__init__(
-            new_attention(config, index, biases, has_head_norms=True, is_causal=False),
-            new_mlp(config),
+            RotaryAttention(config, index, biases, has_head_norms=True, is_causal=False),
+            GatedMLP(config.hidden_size, config.intermediate_size, config.hidden_act),
             RMSNorm(config.hidden_size, config.rms_norm_eps),
             RMSNorm(config.hidden_size, config.rms_norm_eps),
         )

@@ -34,8 +34,8 @@ from ...checkpoints.loading import save_checkpoint
 from ...checkpoints.reader import CheckpointReader
 from ...errors import SpecConfigError
 from ...kernels.heads import KeyValueCache
-from ...layers.draft_network import DraftNetwork, TargetParts, is_copy, new_attention, new_mlp
-from ...layers.llama import DecoderLayer, RMSNorm, with_query_groups
+from ...layers.draft_network import DraftNetwork, TargetParts, is_copy
+from ...layers.llama import DecoderLayer, GatedMLP, RMSNorm, RotaryAttention, with_query_groups
 from ...layers.plan import LayerPlan, Normed, Way, bind_linears, norm_of, plan_layers, planned
 from ...settings import SpeculativeConfig
 from ...target.masks import FULL, Span
@@ -215,8 +215,8 @@ class EagleLayer(DecoderLayer):
         )
         has_head_norms = f"{name}.self_attn.q_norm" in config.norms
         super().__init__(
-            new_attention(config, index, attention, has_head_norms, 2 * size if reads_both else size),
-            new_mlp(config, mlp),
+            RotaryAttention(config, index, attention, has_head_norms, 2 * size if reads_both else size),
+            GatedMLP(size, config.intermediate_size, config.hidden_act, mlp),
             _norm(config, f"{name}.input_layernorm", size),
             _norm(config, f"{name}.post_attention_layernorm", size),
         )

@@ -65,8 +65,7 @@ class XPressHead(BlockHead):
         self.in_proj: nn.Linear = nn.Linear(3 * rank, rank, bias=False)
         # L: weights for each channel and pair of positions.
         self.mix: nn.ParameterDict = nn.ParameterDict({"L": torch.zeros(rank, config.block_size, config.block_size)})
-        layers = (nn.Linear(*shape, bias=False) for shape in ((rank, inner), (rank, inner), (inner, rank)))
-        self.mlp: GatedMLP = GatedMLP(*layers, act_fn=nn.SiLU())
+        self.mlp: GatedMLP = GatedMLP(rank, inner)
         self.w2: nn.Linear = nn.Linear(rank, config.draft_vocab_size, bias=False)
         nn.init.zeros_(self.w2.weight)
 

@@ -144,27 +144,23 @@ class SteeredDraw(Draw):
 
     def choose_at_once(self, logits: torch.Tensor) -> torch.LongTensor:
         """Adds tokens `(R, K)` by logits `(R, K, U)`, where nothing depends on those before."""
-        scores = self.scores(self._there(logits))
+        scores = self._scores(logits)
         return torch.stack([self.choose(scores[:, depth]) for depth in range(scores.shape[1])], dim=1)
 
     def candidates(
         self, logits: torch.Tensor, width: int, log_probs: torch.FloatTensor | None, nodes: Nodes | None = None
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
-        scores = self.scores(self._there(logits[:, 0]))
+        scores = self._scores(logits[:, 0])
         tokens = self.choose(scores)[:, None]
         if log_probs is not None:
             probs = scores.softmax(-1) if self._uniforms is None else self.probs[-1]
             log_probs = log_probs + probs.gather(1, tokens).log().to(log_probs.device)
         return tokens, log_probs
 
-    def _there(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits over the target's vocabulary, where the random numbers are."""
+    def _scores(self, logits: torch.Tensor) -> torch.FloatTensor:
+        """Processed scores `(..., V)` of logits `(..., U)` after the tokens so far, where the random numbers are."""
         logits = logits if self._target_logits is None else self._target_logits(logits)
-        return logits if self._device is None else logits.to(self._device)
-
-    def scores(self, logits: torch.Tensor) -> torch.FloatTensor:
-        """Processed scores `(R, V)` of logits `(R, U)` after the tokens so far."""
-        return self._process(logits, self.tokens)
+        return self._process(logits if self._device is None else logits.to(self._device), self.tokens)
 
     def choose(self, scores: torch.FloatTensor) -> torch.LongTensor:
         """Adds the next token of each row by its scores `(R, V)`; returns the tokens `(R,)`."""

@@ -9,8 +9,7 @@ The log-probability of a node or candidate is that of the path to it. The sizes 
 candidates in its first 0, 1, ... levels together.
 
 Where positions were predicted at once, their logits are those of all nodes of a level: what a network predicts there
-does not depend on the tokens before, but what the grammar of a row allows does. Where the tokens of a block are chosen
-together, [`allowed_first`] ranks them.
+does not depend on the tokens before, but what the grammar of a row allows does.
 
 Shapes: R active rows, F nodes of a level that are read, W candidates of each, C candidates of a whole tree, N nodes of
 the draft, h hidden size of the network, U its vocabulary, of which `token_ids` `(U,)` are the target's where these are
@@ -28,7 +27,6 @@ import torch
 
 from ..drafts import DraftTree, TokenTree, renumbered
 from ..kernels.best import best_tokens
-from ..logits.grammar.masks import GrowingMasks
 from ..transfers import kept_tensor, upload
 from .draw import DepthLimits, Draw
 from .state import Entries
@@ -269,10 +267,6 @@ def pick_nodes(values: torch.Tensor, nodes: torch.LongTensor | slice) -> torch.T
     return values.gather(1, nodes[..., None].expand(-1, -1, values.shape[-1]))
 
 
-# What forbidden tokens lose: all others come before them, and no sum of logits becomes infinite.
-_FORBIDDEN = 1e4
-
-
 class Positions:
     """Positions with logits `(R, K, U)`, through which a draft grows as through the steps of a network."""
 
@@ -314,29 +308,3 @@ def draft_chain(
             limits.stop_low_confidence(paths[:, depth - 1 : depth], depth)
     tokens = tokens if draw.token_ids is None else draw.token_ids[tokens]
     return DraftNodes(tokens, depths=limits.depths if limits.threshold else None)
-
-
-def allowed_first(
-    logits: torch.Tensor,
-    masks: GrowingMasks,
-    token_ids: torch.LongTensor | None = None,
-    settled: torch.BoolTensor | None = None,
-    tokens: torch.LongTensor | None = None,
-) -> torch.Tensor:
-    """Logits `(R, K, U)` in which all tokens that grammars allow at a position come before the forbidden ones.
-
-    What is allowed depends on the tokens before: the best ones that are allowed, or the target's `tokens` `(R, K)`
-    where they are `settled` `(R, K)`. The masks are at the anchors.
-    """
-    levels = []
-    for position in range(logits.shape[1]):
-        level = logits[:, position, None]
-        masked = masks.apply(level, token_ids)
-        levels.append(torch.where(masked == -torch.inf, level - _FORBIDDEN, level))
-        best = best_tokens(levels[-1])
-        best = best if token_ids is None else token_ids[best]
-        if settled is not None and tokens is not None:
-            column = slice(position, position + 1)
-            best = torch.where(settled[:, column], tokens[:, column], best)
-        masks.follow(best, slice(None))
-    return torch.cat(levels, dim=1)

@@ -54,10 +54,6 @@ class Lattice(NamedTuple):
         """One table for each position, from candidates `(R, K, C)`."""
         return cls(tokens[:, :, None], log_probs[:, :, None], torch.zeros_like(tokens)[:, :, None])
 
-    def cut(self, depth: int, width: int) -> Lattice:
-        """The first positions, and the best candidates of their tables."""
-        return Lattice(*(part[:, :depth, :, :width] for part in self))
-
 
 def best_candidates(logits: torch.Tensor, count: int, ids: torch.LongTensor | None = None) -> Lattice:
     """The `count` most probable tokens of each position by logits `(R, K, V)`, whatever stands before it.
@@ -94,7 +90,7 @@ def best_prefixes(lattice: Lattice, budget: int, limits: DepthLimits, siblings: 
     from the first position on, so that every device finds the same tree. With `siblings` a node gets so many children
     at once or none, and the last one that gets any maybe fewer.
     """
-    lattice = lattice.cut(limits.deepest, siblings or budget)
+    lattice = Lattice(*(part[:, : limits.deepest, :, : siblings or budget] for part in lattice))
     log_probs = lattice.log_probs.nan_to_num(nan=_IMPOSSIBLE, neginf=_IMPOSSIBLE).double()
     lattice = lattice._replace(log_probs=log_probs)
     width, device = lattice.tokens.shape[3], lattice.tokens.device

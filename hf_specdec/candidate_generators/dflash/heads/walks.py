@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 
 from ....drafting.draw import DepthLimits, Draw, SteeredDraw
-from ....drafting.growth import DraftNodes, DynamicTree, Positions, allowed_first
+from ....drafting.growth import DraftNodes, DynamicTree, Positions
 from ....drafting.prefixes import Lattice, best_candidates, confidences
 from ....drafts import TokenTree
 from ....kernels.best import best_tokens
@@ -36,6 +36,10 @@ if TYPE_CHECKING:
 
 # What a head remembers of the text, by name; each `(R, ...)`.
 Memory = dict[str, torch.Tensor]
+
+
+# What forbidden tokens lose: all others come before them, and no sum of logits becomes infinite.
+_FORBIDDEN = 1e4
 
 
 class Block(NamedTuple):
@@ -51,11 +55,22 @@ class Block(NamedTuple):
     known: Denoising | None = None  # what earlier denoising steps have settled
 
     def allowed_first(self, logits: torch.Tensor) -> torch.Tensor:
-        """Logits `(R, K, U)`, with [`~drafting.growth.allowed_first`] where there is a grammar."""
+        """Logits `(R, K, U)` in which tokens that the grammars of rows allow at a position come before all others.
+
+        What is allowed depends on the tokens before: those that are settled, else the best ones that are allowed.
+        """
         if self.grammar is None:
             return logits
-        known = () if self.known is None else (self.known.settled, self.known.tokens)
-        return allowed_first(logits, self.grammar(), self.network.token_ids, *known)
+        masks, levels = self.grammar(), []
+        for position in range(logits.shape[1]):
+            level, column = logits[:, position, None], slice(position, position + 1)
+            masked = masks.apply(level, self.network.token_ids)
+            levels.append(torch.where(masked == -torch.inf, level - _FORBIDDEN, level))
+            best = self.network.target_ids(best_tokens(levels[-1]))
+            if self.known is not None:
+                best = torch.where(self.known.settled[:, column], self.known.tokens[:, column], best)
+            masks.follow(best, slice(None))
+        return torch.cat(levels, dim=1)
 
 
 class Walk(Positions):

@@ -87,6 +87,7 @@ class DecoderLayer(nn.Module):
     """Attention and an MLP, or experts, with norms of what they read; `nn.Identity` for none."""
 
     form: LayerForm = LayerForm("input_layernorm", None, "post_attention_layernorm", None)  # names of its norms
+    scale: Scale | None = None  # of what it adds to the stream, in the place of norms
 
     def __init__(
         self,
@@ -110,13 +111,11 @@ class DecoderLayer(nn.Module):
         assert form is not None, "a layer that nobody knows"
         names = [name for name in form[:4] if name is not None]
         parts: dict[str, nn.Module] = {name: RMSNorm.of(layer._modules[name]) for name in names}
-        if form.factor is not None:
-            parts["scale"] = Scaled(getattr(layer, form.factor))
-            form = form._replace(after_attention="scale", after_mlp="scale")
+        scale = None if form.factor is None else Scale(getattr(layer, form.factor))
         parts["self_attn"] = RotaryAttention.of(layer.self_attn, layer_idx)
         is_dense = form_of(layer.mlp, "mlp") is not None
         parts["mlp"] = sharing(GatedMLP, layer.mlp) if is_dense else experts_of(layer.mlp)
-        return sharing(cls, layer, _modules=parts, form=form)
+        return sharing(cls, layer, _modules=parts, form=form, scale=scale)
 
     def plan(self, way: Way, dtype: torch.dtype, following: Normed | None = None) -> LayerPlan:
         """What the layer computes with, and the norm of what reads the stream after it."""
@@ -124,6 +123,8 @@ class DecoderLayer(nn.Module):
         before_attention, after_attention, before_mlp, after_mlp = (
             norm_of(parts[name] if name else None) for name in form[:4]
         )
+        if self.scale is not None:
+            after_attention = after_mlp = self.scale
         attention, mlp = (part_plan(parts[name], way, dtype) for name in ("self_attn", "mlp"))
         return LayerPlan(
             reading(before_attention, attention.norms, dtype),
@@ -511,14 +512,3 @@ class RMSNorm(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         return bind_norm(self.norm, way_of(hidden), hidden.dtype)(hidden)
-
-
-class Scaled(nn.Module):
-    """Multiplies with a number, in the place of a norm of what is added to the stream."""
-
-    def __init__(self, factor: float):
-        super().__init__()
-        self.norm: Scale = Scale(factor)
-
-    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return self.norm(hidden)

@@ -37,7 +37,6 @@ class UnreadText:
         self.num_tokens: int = 0  # of all rows, padding included
 
     def prefill(self, prompt: Prompt) -> None:
-        """Holds the prompt."""
         self._prompt = prompt
         self._rows = list(range(len(prompt.starts)))
         self.num_tokens += prompt.input_ids.numel()
@@ -114,6 +113,5 @@ class UnreadText:
             self._rows = [self._rows[index] for index in keep]
 
     def close(self) -> None:
-        """Ends the reader's call."""
         self.reader.close()
         self.clear()

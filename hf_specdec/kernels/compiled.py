@@ -26,7 +26,6 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def compiled(signature: str) -> Callable[[Function], Function]:
-    """Compiles a function for one signature."""
     if numba is None:
         return lambda function: function
     return partial(kept_on_disk, partial(numba.njit, signature))

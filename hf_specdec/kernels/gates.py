@@ -34,7 +34,6 @@ def activated(
     gate,  # float32
     KIND: tl.constexpr,
 ):
-    """The activation of a gate."""
     LOG2_E: tl.constexpr = 1.4426950408889634
     if KIND == "silu":
         slope = gate

@@ -236,7 +236,6 @@ def _added(
     num_tokens,
     BLOCK_M: tl.constexpr, PARTS: tl.constexpr, BLOCK_P: tl.constexpr,
 ):  # fmt: skip
-    """Sums `[BLOCK_M]` of the parts."""
     total = tl.zeros([BLOCK_M], dtype=tl.float32)
     for first in tl.static_range(0, PARTS, BLOCK_P):
         part = first + tl.arange(0, BLOCK_P)

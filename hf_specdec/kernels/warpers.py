@@ -112,7 +112,6 @@ def _highest_of(
     end,
     BLOCK: tl.constexpr,
 ):
-    """The highest logit of a part."""
     highest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
     for first in tl.range(begin, end, BLOCK):  # pyright: ignore[reportGeneralTypeIssues]
         token = first + tl.arange(0, BLOCK)

@@ -250,7 +250,6 @@ class RotaryAttention(nn.Module):
         return sharing(cls, attention, _modules={**attention._modules, **norms}, **attributes)
 
     def plan(self, way: Way, dtype: torch.dtype) -> PartPlan:
-        """What it computes with."""
         parts, form = self._modules, self.form
         names = ("qkv_proj",) if form.is_packed else ("q_proj", "k_proj", "v_proj")
         project, takes_unnormed = bind_linears(way, dtype, [parts[name] for name in names])
@@ -448,7 +447,6 @@ class GatedMLP(nn.Module):
         self.act_fn: nn.Module = ACT2FN[activation]
 
     def plan(self, way: Way, dtype: torch.dtype) -> PartPlan:
-        """What it computes with."""
         parts: dict[str, Any] = self._modules
         is_packed = "gate_up_proj" in parts
         activation, last = parts["activation_fn" if is_packed else "act_fn"], parts["down_proj"]
@@ -506,7 +504,6 @@ class RMSNorm(nn.Module):
 
     @property
     def norm(self) -> Norm:
-        """Its numbers."""
         weight = self._parameters.get("weight")
         return Norm(weight, self.variance_epsilon, self.offset, self.rounds_last, self.is_centered)
 

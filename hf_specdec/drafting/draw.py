@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -115,32 +116,22 @@ class MaskedDraw(Draw):
         return values.nan_to_num(nan=-math.inf, neginf=-math.inf), tokens
 
 
+@dataclass(eq=False)
 class SteeredDraw(Draw):
-    """Tokens of chains, sampled from the draft's processed distributions, or the best ones of these.
+    """Tokens of chains, sampled from the draft's processed distributions, or the best ones of these."""
 
-    `process` makes scores `(R, V)` of logits and the tokens so far, as the target's are processed; they may depend on
-    the tokens if it `reads_tokens`. `uniforms` `(R, K)` are the random numbers, where tokens are sampled.
-    `target_logits` gives a network's logits over the target's vocabulary.
-    """
+    # Makes scores (R, V) of logits and the tokens so far, as the target's are processed.
+    process: Callable[[torch.Tensor, list[torch.LongTensor]], torch.Tensor]
+    uniforms: torch.Tensor | None  # (R, K): random numbers, where tokens are sampled
+    # A network's logits over the target's vocabulary.
+    target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None
+    device: torch.device | None = None  # where the random numbers are
+    reads_tokens: bool = False  # scores may depend on the tokens so far
+    tokens: list[torch.LongTensor] = field(default_factory=list)  # (R,) each
+    probs: list[torch.FloatTensor] = field(default_factory=list)  # (R, V) each: what tokens were sampled from
 
     is_plain = False
-
-    def __init__(
-        self,
-        process: Callable[[torch.Tensor, list[torch.LongTensor]], torch.Tensor],
-        uniforms: torch.Tensor | None,
-        target_logits: Callable[[torch.Tensor], torch.Tensor] | None = None,
-        device: torch.device | None = None,
-        reads_tokens: bool = False,
-    ):
-        super().__init__()
-        self._process = process
-        self._uniforms = uniforms
-        self._target_logits = target_logits
-        self._device = device  # where the random numbers are
-        self.reads_tokens = reads_tokens
-        self.tokens: list[torch.LongTensor] = []  # (R,) each
-        self.probs: list[torch.FloatTensor] = []  # (R, V) each: what tokens were sampled from
+    token_ids = None
 
     def choose_at_once(self, logits: torch.Tensor) -> torch.LongTensor:
         """Adds tokens `(R, K)` by logits `(R, K, U)`, where nothing depends on those before."""
@@ -153,21 +144,21 @@ class SteeredDraw(Draw):
         scores = self._scores(logits[:, 0])
         tokens = self.choose(scores)[:, None]
         if log_probs is not None:
-            probs = scores.softmax(-1) if self._uniforms is None else self.probs[-1]
+            probs = scores.softmax(-1) if self.uniforms is None else self.probs[-1]
             log_probs = log_probs + probs.gather(1, tokens).log().to(log_probs.device)
         return tokens, log_probs
 
     def _scores(self, logits: torch.Tensor) -> torch.FloatTensor:
         """Processed scores `(..., V)` of logits `(..., U)` after the tokens so far, where the random numbers are."""
-        logits = logits if self._target_logits is None else self._target_logits(logits)
-        return self._process(logits if self._device is None else logits.to(self._device), self.tokens)
+        logits = logits if self.target_logits is None else self.target_logits(logits)
+        return self.process(logits if self.device is None else logits.to(self.device), self.tokens)
 
     def choose(self, scores: torch.FloatTensor) -> torch.LongTensor:
         """Adds the next token of each row by its scores `(R, V)`; returns the tokens `(R,)`."""
-        if self._uniforms is None:
+        if self.uniforms is None:
             tokens = best_tokens(scores)
         else:
-            tokens, probs = drawn(scores, self._uniforms[:, len(self.tokens)])
+            tokens, probs = drawn(scores, self.uniforms[:, len(self.tokens)])
             self.probs.append(probs)
         self.tokens.append(tokens)
         return tokens

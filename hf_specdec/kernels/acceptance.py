@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from ..drafts import DraftTree
 from ._triton import tl, triton, use_triton
-from .indexing import arange, distributions_at, pick
+from .indexing import arange, distributions_at, nowhere, pick
 from .launching import arrivals, ends_last
 from .sampling import BLOCK_SIZE, BLOCKS_PER_PROGRAM, find_block, first_above, sample_from_probs, sample_torch
 
@@ -170,8 +170,7 @@ def _reject_tree_torch(draft, target_probs, accept_uniforms, target_uniforms) ->
 
     for _ in range(draft.size):
         tried = candidate > 0
-        # Elsewhere asking would wait.
-        if tried.device.type == "cpu" and not tried.any():
+        if nowhere(tried):
             break
         draft_node = (candidate - 1).clamp_(min=0)
         token = pick(tokens, draft_node)

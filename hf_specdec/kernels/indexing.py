@@ -33,6 +33,11 @@ def distributions_at(probs: torch.FloatTensor, index: torch.LongTensor) -> torch
     return rows_at(probs, index).to(torch.promote_types(probs.dtype, torch.float32))
 
 
+def nowhere(mask: torch.BoolTensor) -> bool:
+    """Tells whether no entry holds, where asking does not wait for a device."""
+    return mask.device.type == "cpu" and not mask.any()
+
+
 def widest_float(device: torch.device) -> torch.dtype:
     """The most precise dtype of a device."""
     return torch.float32 if device.type == "mps" else torch.float64

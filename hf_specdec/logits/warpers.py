@@ -14,7 +14,6 @@ from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor
 
 from ..kernels import warpers as kernels
-from ..kernels.warpers import Warping
 
 
 # C: the first that are put in order.
@@ -92,12 +91,12 @@ TOGETHER = {
 
 
 class Warpers:
-    """transformers' warpers in the order of a [`Warping`]: applied together where there are kernels for them."""
+    """transformers' warpers in the order of a `Warping`: applied together where there are kernels for them."""
 
     def __init__(self, warpers: list[LogitsProcessor]):
         self.warpers = warpers
-        settings = {TOGETHER[type(warper)]: warper for warper in warpers}
-        self.warping: Warping = Warping(**{name: getattr(warper, name) for name, warper in settings.items()})
+        settings = {(name := TOGETHER[type(warper)]): getattr(warper, name) for warper in warpers}
+        self.warping: kernels.Warping = kernels.Warping(**settings)
         self._one_by_one = list(map(without_sort, warpers))
 
     def __call__(self, input_ids: torch.LongTensor | None, scores: torch.Tensor) -> torch.FloatTensor:

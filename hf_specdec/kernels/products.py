@@ -151,17 +151,19 @@ class _FasterFunctions(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is F.linear and not kwargs:
             return product(*args)
-        if func is _grouped_mm and len(args) == 2 and kwargs.keys() <= {"offs", "bias", "out_dtype"}:
-            # Rows may be multiplied each with the matrix of its expert, whose outputs lie row by row.
-            (x, weights), ends = args, kwargs.get("offs")
-            is_plain = kwargs.get("bias") is None and kwargs.get("out_dtype") in (None, weights.dtype)
-            if is_plain and ends is not None and x.dim() == 2 and weights.dim() == 3 and weights.stride(1) == 1:
-                return _grouped_product(x, weights, ends)
+        if func is _grouped_mm and len(args) == 2 and _is_grouped(*args, **kwargs):
+            return _grouped_product(*args, kwargs["offs"])
         return func(*args, **kwargs)
 
 
 # Absent from the oldest torch.
 _grouped_mm = getattr(torch, "_grouped_mm", None)
+
+
+def _is_grouped(x: torch.Tensor, weights: torch.Tensor, offs=None, bias=None, out_dtype=None) -> bool:
+    """Tells whether rows are multiplied each with the matrix of its expert, whose outputs lie row by row."""
+    is_plain = offs is not None and bias is None and out_dtype in (None, weights.dtype)
+    return is_plain and x.dim() == 2 and weights.dim() == 3 and weights.stride(1) == 1
 
 
 def _grouped_product(x: torch.Tensor, weights: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

@@ -12,8 +12,6 @@ from fnmatch import translate
 from functools import cache
 from typing import Any
 
-from ..errors import shown
-
 
 # Keys that change what layers compute, and the values that are computed here beside none at all.
 _COMPUTED: Mapping[str, tuple] = {
@@ -70,16 +68,12 @@ _OWN_KEYS = re.compile(
 )
 
 
-def refused_key(config: Mapping[str, Any], read_keys: frozenset[str]) -> str | None:
-    """Reason why a config describes another computation than the one done here."""
+def refused_keys(config: Mapping[str, Any], read_keys: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """Names and values of what makes a config describe another computation than the one done here."""
     for name, key, value, _ in _unread(config, read_keys):
         allowed = _COMPUTED.get(key)
         if allowed is not None and value not in allowed and (value or True in allowed):
-            return (
-                f"has `{name}`={shown(value)} in its config.json, which changes what its layers compute, and is "
-                "not supported. Pass a drafter without it."
-            )
-    return None
+            yield name, value
 
 
 def unknown_keys(config: Mapping[str, Any], read_keys: frozenset[str]) -> list[str]:

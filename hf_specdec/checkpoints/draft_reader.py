@@ -229,9 +229,7 @@ class DraftReader(CheckpointReader):
             kinds |= dict.fromkeys(_ROPE_NEEDS[kind], list_of(POSITIVE, f"{half} positive numbers", half))
         for name, one in kinds.items():
             if (value := parameters.get(name)) is not None and not one.is_valid(value):
-                raise self.wrong(
-                    f"has `{name}`={shown(value)} in its config.json, which must be {one.what}", "Correct it."
-                )
+                raise self.wrong_setting(name, value, f"which must be {one.what}")
         return parameters
 
     def _rope_of_layers(self, stated: Mapping[str, Any]) -> Mapping[str, Any]:

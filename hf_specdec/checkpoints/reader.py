@@ -17,7 +17,7 @@ from transformers.utils import logging
 
 from ..errors import CheckpointFormatError, shown
 from ..threads import cached_property
-from .config_keys import refused_key, unknown_keys
+from .config_keys import refused_keys, unknown_keys
 from .format import Unsupported
 from .header import Header, TargetNeeds, TargetSizes, listed, misfits, unwrapped
 from .quantised import is_about_quantisation, packed_weight, scale_of, scaled
@@ -101,8 +101,9 @@ class CheckpointReader:
         for kind in self.unsupported:
             if kind.is_there(self.places, self.stored):
                 raise self.wrong(f"{kind.what}, which is not supported", kind.instead or self.instead)
-        if reason := refused_key(self.header.config, self._known_keys):
-            raise CheckpointFormatError(f"'{self.name}' {reason}")
+        for name, value in refused_keys(self.header.config, self._known_keys):
+            what = "which changes what its layers compute, and is not supported"
+            raise self.wrong_setting(name, value, what, "Pass a drafter without it.")
         _ = self.sizes
 
     def check_target(self, target: TargetSizes) -> None:
@@ -155,9 +156,8 @@ class CheckpointReader:
         for spelling in key.names.split():
             value = self.stated(spelling)
             if value is not None and not key.kind.is_valid(value):
-                raise self.wrong(
-                    f"has `{spelling}`={shown(value)} in its config.json, which must be {key.kind.what}",
-                    "Correct it or leave it out.",
+                raise self.wrong_setting(
+                    spelling, value, f"which must be {key.kind.what}", "Correct it or leave it out."
                 )
             # An empty list says nothing.
             if value not in (None, []):
@@ -211,10 +211,7 @@ class CheckpointReader:
                 self._measure(row, name, sizes)
         for name, key in self._keys.items():
             if key.size in sizes and self.setting(name) not in (None, sizes[key.size]):
-                raise self.wrong(
-                    f"has `{name}`={self.setting(name)} in its config.json, and its tensors have {sizes[key.size]}",
-                    "Correct it.",
-                )
+                raise self.wrong_setting(name, self.setting(name), f"and its tensors have {sizes[key.size]}")
         return sizes
 
     @property
@@ -364,6 +361,9 @@ class CheckpointReader:
     def wrong(self, what: str, todo: str) -> CheckpointFormatError:
         """The error that something is wrong with the checkpoint, and what to do about it."""
         return CheckpointFormatError(f"'{self.name}' {what}. {todo}")
+
+    def wrong_setting(self, name: str, value: Any, what: str, todo: str = "Correct it.") -> CheckpointFormatError:
+        return self.wrong(f"has `{name}`={shown(value)} in its config.json, {what}", todo)
 
     def wrong_shape(self, name: str, shape: tuple[int, ...]) -> CheckpointFormatError:
         """The error that a tensor has another shape than this one."""

@@ -8,7 +8,6 @@ suffix trees are those of the package arctic-inference.
 from __future__ import annotations
 
 import importlib.metadata
-import itertools
 import os
 import weakref
 from array import array
@@ -53,9 +52,6 @@ _MAX_TOKEN_ID = 2**31 - 1
 
 # Of a cache: about 320 GB.
 _MOST_CACHED = 10**9
-
-# Numbers the calls of the process, so that no two requests of any cache share an id.
-_CALLS = itertools.count()
 
 # Draft tokens per token of a match where a controller chooses the lengths.
 _ADAPTIVE_SPEC_FACTOR = 2.0
@@ -260,12 +256,12 @@ class SuffixCache:
             )
         # After the last one nothing is left.
         for response in np.split(tokens, np.cumsum(lengths))[:-1]:
-            name = (next(_CALLS), 0)
+            request = object()
             try:
-                self.start_request(name, ())
-                self.add_active_response(name, response)
+                self.start_request(request, ())
+                self.add_active_response(request, response)
             finally:
-                self.stop_requests([name])
+                self.stop_requests([request])
 
 
 class SuffixCandidateGenerator(CandidateGenerator):
@@ -355,17 +351,16 @@ class _Requests:
     """The requests of the rows, in their order, which have trees in the cache until they are stopped."""
 
     def __init__(self, cache: SuffixCache):
-        self.ids: list[tuple[int, int]] = []
+        self.ids: list[object] = []
         self._cache = cache
         # Hosts of the stock protocol never call close(); then the garbage collector must not leave trees behind.
         weakref.finalize(self, cache.stop_requests, self.ids).atexit = False
 
     def start(self, texts: list[list[int]]) -> None:
-        call = next(_CALLS)
-        for row, tokens in enumerate(texts):
+        for tokens in texts:
             # Listed before the start, so that close() also finds one that was interrupted half way.
-            self.ids.append((call, row))
-            self._cache.start_request((call, row), tokens)
+            self.ids.append(object())
+            self._cache.start_request(self.ids[-1], tokens)
 
     def select(self, keep: list[int]) -> _Requests:
         kept = [self.ids[position] for position in keep]

@@ -234,7 +234,7 @@ def drafts_of_host_and_device(texts, rooms, **options):
     lengths = torch.tensor(list(map(len, texts)))
     found = generator.rule.draft(memory, lengths, most, longest, generator.num_draft_nodes)
     is_chain = generator.rule.num_matches == 1
-    device = DraftTree.chain(found.tokens, found.num_nodes) if is_chain else DraftTree(*found)
+    device = DraftTree.chain(found[0], found[2]) if is_chain else DraftTree(*found)
     assert (host.token_lists(), host.parent_lists()) == (device.token_lists(), device.parent_lists())
     return device
 

@@ -189,7 +189,7 @@ class NgramCandidateGenerator(CandidateGenerator):
             return None
         texts.will_grow = True
         is_chain = self.rule.num_matches == 1
-        draft = DraftTree.chain(trees.tokens, trees.num_nodes) if is_chain else DraftTree(*trees)
+        draft = DraftTree.chain(trees[0], trees[2]) if is_chain else DraftTree(*trees)
         self._ahead = draft, commit.rows, limits
         return draft
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass
-from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -74,12 +73,8 @@ LONGEST_MATCH = 64
 _ROOM = 1024
 
 
-class FoundTrees(NamedTuple):
-    """Those of [`DraftTree`]."""
-
-    tokens: torch.LongTensor  # (R, N)
-    parents: torch.LongTensor  # (R, N)
-    num_nodes: torch.LongTensor  # (R,)
+# Tokens and parents `(R, N)` of trees, and how many of the nodes are valid, `(R,)`: what a [`DraftTree`] is made of.
+FoundTrees = tuple[torch.LongTensor, torch.LongTensor, torch.LongTensor]
 
 
 @dataclass(frozen=True)
@@ -133,7 +128,7 @@ def _merged(tokens: torch.LongTensor, is_valid: torch.BoolTensor, num_nodes: int
         for values, filler in ((tokens, 0), (parents, -1))
     ]
     found_tokens, found_parents = (values[:, :num_nodes].contiguous() for values in tables)
-    return FoundTrees(found_tokens, found_parents, is_kept.flatten(1).sum(1))
+    return found_tokens, found_parents, is_kept.flatten(1).sum(1)
 
 
 class DeviceTexts(nn.Module):

@@ -47,7 +47,6 @@ from .transfers import keepers, on_cpu_unless_said
 logger = logging.get_logger(__name__)
 
 
-@on_cpu_unless_said
 def load_speculator(
     target_model: torch.nn.Module,
     config: Any = None,
@@ -110,6 +109,7 @@ def _basis(target_model: torch.nn.Module, config: SpeculativeConfig, identity: A
     return generator_class, identity, config.is_adaptive, target_model.device, target_model.dtype
 
 
+@on_cpu_unless_said
 def _load(
     target_model: torch.nn.Module,
     config: SpeculativeConfig,

@@ -110,7 +110,8 @@ class Speculator:
         if schedule == _NEVER:
             return NoDrafts(self.config, None, session, "batch_size")
         session.adapts = self.is_adaptive
-        generator = self.generator_class(self._longest_drafts, self.resources, session)
+        longest_drafts = _longest_drafts(self.config, self.generator_class, self.is_adaptive)
+        generator = self.generator_class(longest_drafts, self.resources, session)
         if not self.is_adaptive and schedule is None:
             return generator
         if not self.is_adaptive:
@@ -133,8 +134,8 @@ class Speculator:
     def check(self, target_model: torch.nn.Module) -> None:
         """Refuses settings that ask for more than was loaded, such as for more tokens than there are heads."""
         # Beginning a call makes every check, also of what earlier settings have loaded.
-        session = _session_of_any_call(target_model)
-        self.generator_class(self._longest_drafts, self.resources, session).close()
+        longest_drafts = _longest_drafts(self.config, self.generator_class, self.is_adaptive)
+        self.generator_class(longest_drafts, self.resources, _session_of_any_call(target_model)).close()
 
     def check_joining(self, target_model: torch.nn.Module) -> None:
         """Refuses methods that do not let rows join a call."""
@@ -146,16 +147,11 @@ class Speculator:
                     "batch_size=1."
                 )
 
-    @property
-    def _longest_drafts(self) -> SpeculativeConfig:
-        """The settings with the largest length that is drafted in a cycle."""
-        return _longest_drafts(self.config, self.generator_class, self.is_adaptive)
-
     def at_full_length(self) -> Speculator:
         """A speculator like this one whose lengths are the largest that this one may choose, in every cycle."""
         if not self.is_adaptive:
             return self
-        longest = self._longest_drafts
+        longest = _longest_drafts(self.config, self.generator_class, self.is_adaptive)
         config = longest.replace(num_speculative_tokens=longest.num_speculative_tokens or FIXED)
         return self.changed(config=config, is_adaptive=False)
 

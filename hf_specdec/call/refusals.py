@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from numbers import Real
 from typing import Any
 
@@ -71,11 +72,8 @@ def effective(model: PreTrainedModel, arguments: Mapping[str, Any], name: str) -
 
 def check_call(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
     """Refuses a call of which speculation excludes a part, and names all such parts with their remedies."""
-    problems = []
-    for name, (harmless, remedy) in _REFUSED.items():
-        value = effective(model, arguments, name)
-        if value is not None and _asks(value, harmless):
-            problems.append(f"`{name}`{_said(value)}: {remedy}")
+    refused = _refused(_REFUSED, partial(effective, model, arguments))
+    problems = [f"{what}: {remedy}" for what, remedy in refused]
     seconds = effective(model, arguments, "max_time")
     if not (seconds is None or isinstance(seconds, Real) or torch.is_tensor(seconds)):
         problems.append(f"`max_time`={shown(seconds)}: a number of seconds, got {type(seconds).__name__}.")
@@ -99,10 +97,8 @@ def check_call(model: PreTrainedModel, arguments: Mapping[str, Any]) -> None:
 def check_sharing(arguments: Mapping[str, Any]) -> None:
     """Refuses what the rows of one loop cannot have."""
     config = arguments.get("generation_config")
-    for name, (harmless, remedy) in _REFUSED_TOGETHER.items():
-        value = arguments.get(name, getattr(config, name, None))
-        if _asks(value, harmless):
-            raise SpecConfigError(f"`{name}`{_said(value)} is not for requests that share a loop. {remedy}")
+    for what, remedy in _refused(_REFUSED_TOGETHER, lambda name: arguments.get(name, getattr(config, name, None))):
+        raise SpecConfigError(f"{what} is not for requests that share a loop. {remedy}")
 
 
 def check_forward_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]) -> None:
@@ -123,10 +119,12 @@ def check_forward_inputs(model: PreTrainedModel, model_kwargs: Mapping[str, Any]
         )
 
 
-def _asks(value: Any, harmless: tuple[Any, ...]) -> bool:
-    return not any(value is item or (type(value) is type(item) and value == item) for item in harmless)
-
-
-def _said(value: Any) -> str:
-    """A value behind its name; models and functions are not written out."""
-    return "" if callable(value) else f"={shown(value)}"
+def _refused(
+    table: Mapping[str, tuple[tuple[Any, ...], str]], value_of: Callable[[str], Any]
+) -> Iterator[tuple[str, str]]:
+    """What is asked for of a table, with its value, and the remedy."""
+    for name, (harmless, remedy) in table.items():
+        value = value_of(name)
+        if not any(value is item or (type(value) is type(item) and value == item) for item in harmless):
+            # Models and functions are not written out.
+            yield (f"`{name}`" if callable(value) else f"`{name}`={shown(value)}"), remedy

@@ -41,7 +41,7 @@ class AdaptiveCandidateGenerator(Wrapper):
         self._drafted: DraftTree | None = None  # the same before it was cut
         self._limits: list[int] = []
         self._is_resting = False
-        self._cuts_drafts: bool = controller.sizes is not None  # to what pays
+        self._cuts_drafts: bool = controller.cuts_drafts
         self._is_rated = False  # the draft of this cycle is cut by what its drafter says of it
         self._ahead: tuple[list[int], list[int]] | None = None  # rows of the next cycle, and their limits
         self._longest: list[int] = []  # the largest limit of each cycle
@@ -60,7 +60,12 @@ class AdaptiveCandidateGenerator(Wrapper):
         if ahead is not None and ahead[0] != step.rows:
             self.controller.take_back()
             ahead = None
-        limits = self._choose(step.rows) if ahead is None else ahead[1]
+        if ahead is None:
+            left = [max(self._left[row], 1) for row in step.rows]
+            limits = self.controller.limits(step.rows, self._unread.num_tokens, left)
+            limits = limits if self.session.group is None else self.session.agreed(limits)
+        else:
+            limits = ahead[1]
         self._is_resting = self.controller.is_resting
         self._longest.append(max(limits))
         self._limits = list(map(min, limits, step.max_draft_tokens))
@@ -76,17 +81,12 @@ class AdaptiveCandidateGenerator(Wrapper):
         # Other chains have no ratings to be cut by.
         self._is_rated = self._cuts_drafts and (self._draft.path_log_probs is not None or not self._draft.is_chain)
         if self._is_rated:
-            self._draft = self.controller.sizes.cut(self._drafted, max(self._limits), self.session.agreed)
+            self._draft = self.controller.cut(self._drafted, max(self._limits), self.session.agreed)
             if self._drafted.is_chain:
                 # As if the drafter had ended it.
                 self._drafted = self._draft
         self._clock.mark()
         return self._draft
-
-    def _choose(self, rows: list[int]) -> list[int]:
-        left = [max(self._left[row], 1) for row in rows]
-        limits = self.controller.limits(rows, self._unread.num_tokens, left)
-        return limits if self.session.group is None else self.session.agreed(limits)
 
     @property
     def drafts_ahead(self) -> bool:
@@ -96,7 +96,8 @@ class AdaptiveCandidateGenerator(Wrapper):
         return self.session.target.graphs is not None if self._draft is None else self.generator.drafts_ahead
 
     def draft_ahead(self, commit: DeviceCommit) -> DraftTree | None:
-        limits = self._choose(commit.rows)
+        left = [max(self._left[row], 1) for row in commit.rows]
+        limits = self.controller.limits(commit.rows, self._unread.num_tokens, left)
         self._ahead = list(commit.rows), limits
         if max(limits) <= 0:
             return DraftTree.empty(len(commit.rows), self.session.device)

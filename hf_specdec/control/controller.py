@@ -30,6 +30,7 @@ from math import prod
 from operator import add, mul, truediv
 from typing import Any
 
+from ..drafts import DraftTree
 from .constants import (
     CHEAP,
     CLEARLY_SLOWER,
@@ -48,7 +49,7 @@ from .constants import (
     TRIAL_SHARE,
 )
 from .rates import AcceptanceModel, PositionRates, Rate, RowOutcome, with_call
-from .sizes import DraftSizes
+from .sizes import Agreed, DraftSizes
 from .times import LatencyModel
 
 
@@ -76,6 +77,7 @@ class SpeculationController:
     """
 
     kind = "adaptive length"
+    cuts_drafts = True  # to what pays
 
     def __init__(
         self,
@@ -93,7 +95,7 @@ class SpeculationController:
         self._cap = most  # of the present number of rows
         self.latency: LatencyModel = self.profile.latency.for_another_call()
         self.acceptance: AcceptanceModel = AcceptanceModel(most, num_rows, self.profile.accepted, self.profile.drafted)
-        self.sizes: DraftSizes | None = DraftSizes(self.latency, self.profile.rating_factor)
+        self.sizes: DraftSizes | None = None  # of drafts that rate their nodes, from the first one on
         self.length: int = 0  # the limit that is used outside of trials
         self.num_cycles: int = 0  # for which limits were asked
         # The last limits are those of a plan without drafts that still stands. Such cycles need not be observed, and
@@ -102,7 +104,8 @@ class SpeculationController:
         self._num_rested = 0  # cycles since the last one that was observed
         self._plan: Plan | None = None
         self._row_limits: dict[int, int] = {}
-        is_first_call = not self.latency.knows_anything
+        self._knows_costs: bool = self.latency.knows_anything
+        is_first_call = not self._knows_costs
         self._first_cycles: list[int] = []
         if is_first_call:
             # Where no length pays at the first expectation, one token tells enough. Else it and none are measured
@@ -150,6 +153,11 @@ class SpeculationController:
         if not self.is_resting:
             self._chosen.pop()
 
+    def cut(self, draft: DraftTree, depth: int, agreed: Agreed) -> DraftTree:
+        """As [`DraftSizes.cut`]."""
+        self.sizes = self.sizes or DraftSizes(self.latency, self.profile.rating_factor)
+        return self.sizes.cut(draft, depth, agreed)
+
     @property
     def why_none(self) -> str:
         """Reason why the last cycle had no drafts, if it had none."""
@@ -157,7 +165,8 @@ class SpeculationController:
 
     def _choose(self, rows: list[int], num_unread: int, left: Sequence[float] | None) -> Choice:
         """Chooses for a cycle that is to be observed, and may draft."""
-        if self._plan is None and not self.latency.knows_anything:
+        self._knows_costs = self._knows_costs or self.latency.knows_anything
+        if not self._knows_costs:
             is_measured = not self._first_cycles and self.latency.draft
             usual = self._first_cycles.pop(0) if self._first_cycles else 0 if is_measured else self.usual
             return Choice(min(usual, self._cap))
@@ -214,7 +223,7 @@ class SpeculationController:
             tokens += probability
             if probability < NEGLIGIBLE:
                 break
-            value = plan.value_of(tokens * len(plan.rows), depth) / plan.seconds[depth]
+            value = tokens * len(plan.rows) * plan.tokens[depth] / plan.sums[depth] / plan.seconds[depth]
             if depth in prices and value > best:
                 best, trial = value, depth
         if trial is None:
@@ -262,8 +271,9 @@ class SpeculationController:
         measured = (draft_seconds or 0.0) + verify_seconds
         # Noise is not the trial's, nor a stall of the machine.
         seconds = measured if measured < CHEAP * expected else expected
-        tokens = choice.plan.value_of(sum(outcome.num_committed for outcome in outcomes), choice.limit)
-        loss = seconds - tokens / choice.plan.values[choice.length]
+        plan, num_committed = choice.plan, sum(outcome.num_committed for outcome in outcomes)
+        tokens = num_committed * plan.tokens[choice.limit] / plan.sums[choice.limit]
+        loss = seconds - tokens / plan.values[choice.length]
         self._budget.seconds -= loss + choice.reading
         if loss < 0 or seconds < expected:
             self._follow_up = choice.limit
@@ -290,7 +300,7 @@ class ScheduledLength:
 
     kind = "length by batch size"
     why_none = "batch_size"
-    sizes = None  # trees stay whole
+    cuts_drafts = False  # trees stay whole
     is_resting = False
 
     def __init__(self, most_tokens: Callable[[int], int]):
@@ -383,8 +393,9 @@ class Plan:
         self.seconds: list[float] = [latency.verify_seconds(1, num_rows)]
         rates_by_position = acceptance.of_rows(rows)
         row_tokens = [1.0] * num_rows
-        self.tokens: list[float] = [batch_tokens(row_tokens, room)]  # value of a cycle, in tokens
-        self.sums: list[float] = [float(num_rows)]  # tokens of all rows
+        # Value of a cycle, in tokens, and the tokens of all rows: so any number of these is worth tokens / sums each.
+        self.tokens: list[float] = [batch_tokens(row_tokens, room)]
+        self.sums: list[float] = [float(num_rows)]
         # By position and row: probabilities that so many tokens are accepted, and that the draft gets so deep.
         self.accepted: list[list[float]] = []
         self.depths: list[list[float]] = []
@@ -410,10 +421,6 @@ class Plan:
         self.tokens += [self.tokens[-1]] * missing
         self.sums += [self.sums[-1]] * missing
         self.seconds += costs[len(self.seconds) :]
-
-    def value_of(self, sum_of_tokens: float, limit: int) -> float:
-        """What so many tokens of all rows are worth to a batch that drafts so deep, in tokens."""
-        return sum_of_tokens * self.tokens[limit] / self.sums[limit]
 
     def row_limits(self, length: int) -> dict[int, int]:
         """The limit of each row, at most `length`.

@@ -80,18 +80,15 @@ class Draw:
         if width == 1 and log_probs is None:
             tokens = best_tokens(logits)
         else:
-            values, tokens = self._ranked(logits, width, log_probs is not None)
+            if log_probs is None:
+                values, tokens = logits.topk(width)
+            elif logits.is_cpu:
+                values, tokens = F.log_softmax(logits, -1, dtype=torch.float32).topk(width)
+            else:
+                values, tokens = best_log_probs(logits, width)
             tokens = tokens.flatten(1)
             log_probs = None if log_probs is None else (log_probs[..., None] + values).flatten(1)
         return tokens if self.token_ids is None else self.token_ids[tokens], log_probs
-
-    def _ranked(self, logits: torch.Tensor, width: int, is_rated: bool) -> tuple[torch.Tensor, torch.LongTensor]:
-        """Values and draft ids `(R, F, W)` of the best tokens; the values are log-probabilities if it `is_rated`."""
-        if not is_rated:
-            return logits.topk(width)
-        if logits.is_cpu:
-            return F.log_softmax(logits, -1, dtype=torch.float32).topk(width)
-        return best_log_probs(logits, width)
 
 
 class MaskedDraw(Draw):
@@ -108,12 +105,9 @@ class MaskedDraw(Draw):
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         if nodes is not None:
             self.masks.follow(*nodes)
-        return super().candidates(self.masks.apply(logits, self.token_ids), width, log_probs)
-
-    def _ranked(self, logits: torch.Tensor, width: int, is_rated: bool) -> tuple[torch.Tensor, torch.LongTensor]:
-        values, tokens = super()._ranked(logits, width, is_rated)
+        tokens, log_probs = super().candidates(self.masks.apply(logits, self.token_ids), width, log_probs)
         # Where nothing may follow there is no distribution.
-        return values.nan_to_num(nan=-math.inf, neginf=-math.inf), tokens
+        return tokens, None if log_probs is None else log_probs.nan_to_num(nan=-math.inf, neginf=-math.inf)
 
 
 @dataclass(eq=False)

@@ -152,9 +152,9 @@ class DraftEntries(DraftSlots):
 
         If it predicts, these are the states `(R, h)` that the last ones hand on, and the logits `(R, U)` after them.
         """
-        hidden = new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
         reading, tokens = self.plan_read(new.tokens.shape[1]), new.tokens.to(self.device)
         mask = self.causal_mask(reading)
+        hidden = new.states[DRAFT_STATE] if DRAFT_STATE in new.states else self.network.fuse(new.states)
         how = {"bound": reading.bound, "counts": new.counts if predicts else None, "predicts": predicts}
         outputs = self.network(tokens, hidden, reading.positions, mask, self.cache, **how)
         self.cache.commit(new.counts)

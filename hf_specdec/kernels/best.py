@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from . import _triton
 from ._triton import DTYPES, tl, triton, use_triton
 from .launching import MOST_PARTS, arrivals, as_lines, ends_last, parts_of_lines
 
@@ -25,7 +26,9 @@ MOST_BEST = 32
 
 def best_tokens(scores: torch.Tensor) -> torch.LongTensor:
     """The id of the highest score, the first of equal ones: scores of shape `(..., V)` to ids of shape `(...)`."""
-    if scores.dtype in DTYPES and use_triton(scores):
+    # Asked first, because drafts on a CPU ask for every token.
+    is_plain = scores.is_cpu and _triton.CHOICE != "triton"
+    if not is_plain and scores.dtype in DTYPES and use_triton(scores):
         return _best_triton(scores)
     if not scores.is_cpu:
         return scores.argmax(-1)

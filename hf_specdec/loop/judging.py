@@ -120,8 +120,8 @@ class Verifier:
         self.recorder: StepRecorder | None = recorder
         self.why_equal: str | None = None
         self.walks: bool = stack.walks and not rule.judges_whole_drafts
-        self._scores_of_a_step = _PROCESSED_OF_A_STEP if stack else _SCORES_OF_A_STEP
-        self._needs_scores = rule.samples or bool(stack) or recorder is not None
+        self._scores_of_a_step = _PROCESSED_OF_A_STEP if stack.processors else _SCORES_OF_A_STEP
+        self._needs_scores = rule.samples or bool(stack.processors) or recorder is not None
         if stack.unknown_names:
             names = ", ".join(stack.unknown_names)
             unknown = f"logits processors that this package does not know ({names})"

@@ -77,7 +77,7 @@ class DecodingLoop:
         self.stats.num_target_forwards += 1
         self.judging.heed(self.target.parts)
         self.rows.start(continuation.text_lengths)
-        for observer in self.observers:
+        for observer in self.observers.of("begin"):
             observer.begin(prompt)
         # The first token is committed like every other: a verification without drafts, of the prompt's last node.
         draft = DraftTree.empty(len(self.rows.active), self.session.device)
@@ -173,14 +173,14 @@ class DecodingLoop:
         self.observers.tell()
         if self.ahead is not None:
             self.ahead.forget_verification()
-        for observer in self.observers:
+        for observer in self.observers.of("end"):
             observer.end()
         self.stats.total_seconds = perf_counter() - self._began
 
     def close(self) -> None:
         """Ends the loop, with the rows that it still has."""
         with ExitStack() as parts:
-            for part in (self.rows, self.target, self.drafter, *self.observers):
+            for part in (self.rows, self.target, self.drafter, *self.observers.of("close")):
                 parts.callback(part.close)
             # Also where a forward has failed: what was committed before is counted and streamed.
             parts.callback(self.observers.tell)

@@ -61,9 +61,12 @@ class Observers(list[Observer]):
     def __init__(self, observers: Iterable[Observer]):
         super().__init__(observers)
         self.wait: bool = False  # for the device to be busy with the next forward; then they are told
-        self._seeing = [one for one in self if type(one).see is not Observer.see]
-        self._told = [one for one in self if type(one).tell is not Observer.tell]
+        self._seeing, self._told = self.of("see"), self.of("tell")
         self._untold: Cycle | None = None
+
+    def of(self, event: str) -> list[Observer]:
+        """Those that do something then."""
+        return [one for one in self if getattr(type(one), event) is not getattr(Observer, event)]
 
     def see(self, cycle: Cycle) -> None:
         for observer in self._seeing:

@@ -57,7 +57,7 @@ class Group:
         self.stack: ProcessorStack = request.processor_stack(self.texts.eos_tokens)
         self.signature: tuple[Any, ...] | None = self.stack.signature
         # What a drafter may apply to its own logits without anyone noticing.
-        self.draft_stack: ProcessorStack = self.stack.known_only()
+        self.draft_stack: ProcessorStack = self.stack.known_only() if self.stack.unknown_names else self.stack
 
     def restart(self) -> None:
         """Forgets all but the prompts."""

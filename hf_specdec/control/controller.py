@@ -301,6 +301,7 @@ class ScheduledLength:
     kind = "length by batch size"
     why_none = "batch_size"
     cuts_drafts = False  # trees stay whole
+    sizes = None
     is_resting = False
 
     def __init__(self, most_tokens: Callable[[int], int]):

@@ -179,7 +179,8 @@ class EagleNetwork(DraftNetwork):
         fed_back = read if self._feeds_normed else stream
         if counts is not None:
             fed_back, read = last_of_each(fed_back, counts), last_of_each(read, counts)
-            plan = planned(self, read, cache)
+            # On a CPU any number of tokens goes the same way.
+            plan = plan if read.is_cpu else planned(self, read, cache)
         return fed_back, plan.head(read) if predicts else read
 
     def plan(self, way: Way, dtype: torch.dtype) -> EaglePlan:

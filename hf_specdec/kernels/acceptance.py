@@ -35,6 +35,7 @@ import torch
 import torch.nn.functional as F
 
 from ..drafts import DraftTree
+from . import _triton
 from ._triton import tl, triton, use_triton
 from .indexing import arange, distributions_at, nowhere, pick
 from .launching import arrivals, ends_last
@@ -78,7 +79,8 @@ def follow(draft: DraftTree, node_tokens: torch.LongTensor) -> Acceptance:
     """
     if draft.size == 0:
         return Acceptance.of_new_tokens(node_tokens)
-    run = _follow_triton if use_triton(draft.tokens, node_tokens) else _follow_torch
+    is_plain = node_tokens.is_cpu and _triton.CHOICE != "triton"
+    run = _follow_torch if is_plain or not use_triton(draft.tokens, node_tokens) else _follow_triton
     return run(draft, node_tokens)
 
 

@@ -41,7 +41,7 @@ class AdaptiveCandidateGenerator(Wrapper):
         self._drafted: DraftTree | None = None  # the same before it was cut
         self._limits: list[int] = []
         self._is_resting = False
-        self._cuts_drafts: bool = controller.cuts_drafts
+        self._cuts_drafts: bool = controller.sizes is not None  # to what pays
         self._is_rated = False  # the draft of this cycle is cut by what its drafter says of it
         self._ahead: tuple[list[int], list[int]] | None = None  # rows of the next cycle, and their limits
         self._longest: list[int] = []  # the largest limit of each cycle
@@ -81,7 +81,7 @@ class AdaptiveCandidateGenerator(Wrapper):
         # Other chains have no ratings to be cut by.
         self._is_rated = self._cuts_drafts and (self._draft.path_log_probs is not None or not self._draft.is_chain)
         if self._is_rated:
-            self._draft = self.controller.cut(self._drafted, max(self._limits), self.session.agreed)
+            self._draft = self.controller.sizes.cut(self._drafted, max(self._limits), self.session.agreed)
             if self._drafted.is_chain:
                 # As if the drafter had ended it.
                 self._drafted = self._draft

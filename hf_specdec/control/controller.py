@@ -30,7 +30,6 @@ from math import prod
 from operator import add, mul, truediv
 from typing import Any
 
-from ..drafts import DraftTree
 from .constants import (
     CHEAP,
     CLEARLY_SLOWER,
@@ -49,7 +48,7 @@ from .constants import (
     TRIAL_SHARE,
 )
 from .rates import AcceptanceModel, PositionRates, Rate, RowOutcome, with_call
-from .sizes import Agreed, DraftSizes
+from .sizes import DraftSizes
 from .times import LatencyModel
 
 
@@ -77,7 +76,6 @@ class SpeculationController:
     """
 
     kind = "adaptive length"
-    cuts_drafts = True  # to what pays
 
     def __init__(
         self,
@@ -95,7 +93,7 @@ class SpeculationController:
         self._cap = most  # of the present number of rows
         self.latency: LatencyModel = self.profile.latency.for_another_call()
         self.acceptance: AcceptanceModel = AcceptanceModel(most, num_rows, self.profile.accepted, self.profile.drafted)
-        self.sizes: DraftSizes | None = None  # of drafts that rate their nodes, from the first one on
+        self.sizes: DraftSizes = DraftSizes(self.latency, self.profile.rating_factor)
         self.length: int = 0  # the limit that is used outside of trials
         self.num_cycles: int = 0  # for which limits were asked
         # The last limits are those of a plan without drafts that still stands. Such cycles need not be observed, and
@@ -153,11 +151,6 @@ class SpeculationController:
         if not self.is_resting:
             self._chosen.pop()
 
-    def cut(self, draft: DraftTree, depth: int, agreed: Agreed) -> DraftTree:
-        """As [`DraftSizes.cut`]."""
-        self.sizes = self.sizes or DraftSizes(self.latency, self.profile.rating_factor)
-        return self.sizes.cut(draft, depth, agreed)
-
     @property
     def why_none(self) -> str:
         """Reason why the last cycle had no drafts, if it had none."""
@@ -174,8 +167,7 @@ class SpeculationController:
         every = (PLAN_EVERY if self.length else PLAIN_PLAN_EVERY) * (1 + len(rows) // PLAN_ROWS)
         is_new = plan is None or plan.rows != rows or self.num_cycles % every == 0 or bool(self._first_cycles)
         if is_new:
-            most_nodes = None if self.sizes is None else self.sizes.trees.size
-            plan = Plan(self.latency, self.acceptance, rows, self._cap, most_nodes, num_unread, left)
+            plan = Plan(self.latency, self.acceptance, rows, self._cap, self.sizes.trees.size, num_unread, left)
         if self._first_cycles:
             # Measured once: far slower than plain decoding?
             usual = min(self.usual, len(plan.values) - 1)
@@ -288,8 +280,7 @@ class SpeculationController:
         """Ends the call: its profile learns what was found."""
         if self.num_cycles:
             self.profile.learn(self.latency, self._budget, self.acceptance.accepted, self.acceptance.drafted)
-            if self.sizes is not None:
-                self.profile.rating_factor = self.sizes.rating.value
+            self.profile.rating_factor = self.sizes.rating.value
 
 
 class ScheduledLength:
@@ -300,8 +291,7 @@ class ScheduledLength:
 
     kind = "length by batch size"
     why_none = "batch_size"
-    cuts_drafts = False  # trees stay whole
-    sizes = None
+    sizes = None  # trees stay whole
     is_resting = False
 
     def __init__(self, most_tokens: Callable[[int], int]):

@@ -7,7 +7,7 @@ writes to them again; the rest waits on a GPU until the device is busy with the 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,24 +84,21 @@ class Observers(list[Observer]):
                 observer.tell(cycle)
 
 
+@dataclass(eq=False)
 class Statistics(Observer):
     """Counts drafts and tokens, for each of many requests too, and at the end what ran as graphs.
 
     Users of `watched` settings are told of drafts that are hardly ever accepted, call after call.
     """
 
-    def __init__(
-        self,
-        stats: SpecDecodingStats,
-        rows: Rows,
-        drafter: CandidateGenerator,
-        target: SlotModel,
-        watched: SpeculativeConfig | None,
-    ):
-        self.stats: SpecDecodingStats = stats
-        self._watched = watched
-        self._rows, self._drafter, self._target, self._lookups = rows, drafter, target, drafter.lookups
-        self._longest_row = drafter.longest_row
+    stats: SpecDecodingStats
+    rows: Rows
+    drafter: CandidateGenerator
+    target: SlotModel
+    watched: SpeculativeConfig | None
+
+    def __post_init__(self) -> None:
+        self._lookups, self._longest_row = self.drafter.lookups, self.drafter.longest_row
 
     def tell(self, cycle: Cycle) -> None:
         stats, draft, verdict = self.stats, cycle.draft, cycle.verdict
@@ -109,17 +106,17 @@ class Statistics(Observer):
             stats.num_committed_tokens += len(cycle.rows)
             return
         # Where rows are too long for drafts the drafter does not say why they have none.
-        if max(cycle.rooms) == 0 < self._drafter.num_speculative_tokens:
+        if max(cycle.rooms) == 0 < self.drafter.num_speculative_tokens:
             draft.why_empty = "length_limit"
         elif self._longest_row is not None and max(cycle.positions) >= self._longest_row[0]:
-            self._drafter.note_longest_row()
+            self.drafter.note_longest_row()
             if min(cycle.positions) >= self._longest_row[0]:
                 draft.why_empty = "max_model_len"
         nodes = draft.counts()
         counts = zip(nodes, draft.max_depths(), verdict.num_accepted, verdict.counts)
         for number, counts_of_row in zip(cycle.rows, counts):
             stats.count(*counts_of_row)
-            place = self._rows.places[number]
+            place = self.rows.places[number]
             if place is not None and place[0].stats is not None:
                 place[0].stats.count(*counts_of_row)
         if not any(nodes):
@@ -129,19 +126,19 @@ class Statistics(Observer):
             stats.cache_tokens, stats.cache_bytes = lookups.num_tokens, lookups.num_bytes
 
     def end(self) -> None:
-        stats, graphs, drafts = self.stats, self._target.graphs, self._drafter.session.draft_graphs
-        stats.attention = describe_layers(self._target.attention_layers)
+        stats, graphs, drafts = self.stats, self.target.graphs, self.drafter.session.draft_graphs
+        stats.attention = describe_layers(self.target.attention_layers)
         if graphs is not None:
             stats.graphs = str(graphs)
             stats.num_graph_replays, stats.num_graph_captures = graphs.num_replays, graphs.num_captures
         stats.draft_graphs = "; ".join(dict.fromkeys(map(str, drafts)))
         stats.num_draft_graph_replays = sum(graphs.num_replays for graphs in drafts)
         stats.num_draft_graph_captures = sum(graphs.num_captures for graphs in drafts)
-        device = self._target.model.device
+        device = self.target.model.device
         if device.type == "cuda":
             stats.peak_memory_bytes = torch.cuda.max_memory_allocated(device)
-        if self._watched is not None:
-            watch_acceptance(self._target.model, self._watched.compute_hash(), stats)
+        if self.watched is not None:
+            watch_acceptance(self.target.model, self.watched.compute_hash(), stats)
 
 
 class ColumnStreamer(Observer):

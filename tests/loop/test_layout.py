@@ -27,18 +27,18 @@ MOST_LINES = {
     "cli": 1796,
     "diagnosis": 1226,
     "bench": 832,
-    "call": 780,
+    "call": 778,
     "loop": 1697,
     "target": 4771,
     "logits": 1796,
-    "drafting": 1436,
-    "candidate_generators": 11166,
+    "drafting": 1430,
+    "candidate_generators": 11168,
     "drafts": 654,
     "checkpoints": 2129,
-    "control": 1215,
+    "control": 1213,
     "training": 1457,
     "layers": 1409,
-    "kernels": 4234,
+    "kernels": 4239,
     "many": 1823,
     "serving": 1550,
     "settings": 1241,
@@ -48,7 +48,7 @@ MOST_LINES = {
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.
-MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 350, 93
+MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 342, 85
 
 # Of a method, beside the heads of blocks.
 MOST_FILES_OF_A_METHOD, MOST_NAMES_FROM_DRAFTING = 5, 12

@@ -43,7 +43,7 @@ class AdaptiveCandidateGenerator(Wrapper):
         self._is_resting = False
         self._cuts_drafts: bool = controller.sizes is not None  # to what pays
         self._is_rated = False  # the draft of this cycle is cut by what its drafter says of it
-        self._ahead: tuple[list[int], list[int]] | None = None  # rows of the next cycle, and their limits
+        self._ahead: tuple[list[int], list[int]] = [], []  # rows of the next cycle, and their limits
         self._longest: list[int] = []  # the largest limit of each cycle
 
     def prefill(self, prompt: Prompt) -> None:
@@ -56,16 +56,13 @@ class AdaptiveCandidateGenerator(Wrapper):
 
     def propose(self, step: DraftStep) -> DraftTree:
         self._clock.begin()
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None and ahead[0] != step.rows:
-            self.controller.take_back()
-            ahead = None
-        if ahead is None:
+        (rows, limits), self._ahead = self._ahead, ([], [])
+        if rows != step.rows:
+            if rows:
+                self.controller.take_back()
             left = [max(self._left[row], 1) for row in step.rows]
             limits = self.controller.limits(step.rows, self._unread.num_tokens, left)
             limits = limits if self.session.group is None else self.session.agreed(limits)
-        else:
-            limits = ahead[1]
         self._is_resting = self.controller.is_resting
         self._longest.append(max(limits))
         self._limits = list(map(min, limits, step.max_draft_tokens))

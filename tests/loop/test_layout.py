@@ -32,7 +32,7 @@ MOST_LINES = {
     "target": 4771,
     "logits": 1796,
     "drafting": 1430,
-    "candidate_generators": 11168,
+    "candidate_generators": 11165,
     "drafts": 654,
     "checkpoints": 2129,
     "control": 1213,

@@ -82,7 +82,8 @@ class RowKeys(NamedTuple):
     def at_depths(self, purpose: int, topology: TreeTopology) -> torch.FloatTensor:
         """The numbers of [`RowKeys.at`] for the nodes of a draft, `(R, T)`: those of their depths."""
         if isinstance(self.positions, torch.Tensor):
-            return self._made_by_device(purpose, _BY_POSITION, topology.depths)
+            places = self.positions[:, None] + topology.depths
+            return uniforms_at(self.seeds, self.numbers, places, purpose, _BY_POSITION)
         drawn = self.at(purpose, topology.max_depth + 1)
         return drawn.gather(1, topology.depths.expand(len(self.positions), -1))
 
@@ -103,7 +104,8 @@ class RowKeys(NamedTuple):
     def _numbers(self, purpose: int, space: int, offset: int, count: int) -> torch.FloatTensor:
         """The numbers `(R, count)` of a purpose and a space, from an offset after the positions on, on the device."""
         if isinstance(self.positions, torch.Tensor):
-            return self._made_by_device(purpose, space, arange(offset + count, self.positions.device)[offset:])
+            places = (self.positions * _STEPS[space])[:, None] + arange(offset + count, self.positions.device)[offset:]
+            return uniforms_at(self.seeds, self.numbers, places, purpose, space)
         values = np.empty((len(self.positions), count))
         for seed, number, position, line in zip(self.seeds, self.numbers, self.positions, values):
             filled = 0
@@ -120,11 +122,6 @@ class RowKeys(NamedTuple):
             uniforms = uniforms.pin_memory()
         dtype = torch.float32 if self.device.type == "mps" else torch.float64
         return uniforms.to(self.device, dtype, non_blocking=True)
-
-    def _made_by_device(self, purpose: int, space: int, offsets: torch.LongTensor) -> torch.FloatTensor:
-        """The numbers at offsets `(O,)` or `(R, O)` after the positions, made by the device."""
-        places = (self.positions * _STEPS[space])[:, None] + offsets
-        return uniforms_at(self.seeds, self.numbers, places, purpose, space)
 
 
 @lru_cache(maxsize=1024)

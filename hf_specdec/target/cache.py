@@ -187,7 +187,7 @@ class SlotCache(Cache):
         """Copies in what earlier calls have left in a `DynamicCache` or `StaticCache`."""
         for index, layer in enumerate(cache.layers):
             if getattr(layer, "conv_states", None):
-                sizes = layer.conv_kernel_size
+                sizes: Any = layer.conv_kernel_size
                 last = {
                     key: state[..., -sizes[key] :] for key, state in layer.conv_states.items() if state is not None
                 }

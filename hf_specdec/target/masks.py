@@ -196,42 +196,35 @@ def node_masks(
     if topology.depths.dim() == 1 and rows.is_uniform:
         # Rows that are alike share a mask.
         rows = RowPlaces(rows.lengths[:1], rows.starts[:1], rows.leads[:1])
+    device, num_nodes = topology.depths.device, topology.depths.shape[-1]
     masks: list[torch.Tensor] = []
     for span in spans:
         # Within a whole span all is seen.
-        if rows.are_known and (span == FULL or columns <= span.size):
-            masks.append(_full_mask(topology, rows, columns, dtype, repeats))
-        else:
+        if not rows.are_known or (span != FULL and columns > span.size):
             mask = TreeMask(slot_tree(topology, rows), span).additive(columns, dtype)
             masks.append(mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask)
+            continue
+        # Of a long text most slots are seen by every node of every row: those in front of where the first row ends.
+        text_ends = min(rows.lengths)
+        mask = torch.zeros((len(rows.lengths), 1, repeats * num_nodes, columns), dtype=dtype, device=device)
+        masks.append(mask)
+        if topology.depths.dim() == 1 and rows.is_uniform:
+            mask[..., text_ends:] = _block(topology, dtype, repeats)
+            continue
+        lengths, starts = rows.lengths_on(device) - text_ends, rows.starts_on(device)
+        if padding_ends := min(max(rows.starts), text_ends):
+            is_padding = torch.arange(padding_ends, device=device) < starts[:, None]
+            mask[..., :padding_ends].masked_fill_(is_padding[:, None, None], torch.finfo(dtype).min)
+        if topology.depths.dim() == 1 and max(rows.starts) <= text_ends:
+            # One picture in all rows, at the end of each row's text: slots of text, the nodes, and slots after them.
+            width = columns - text_ends
+            picture = F.pad(_block(topology, dtype, repeats), (width, 0))
+            picture = F.pad(picture, (0, width), value=torch.finfo(dtype).min).unfold(1, width, 1)
+            mask[:, 0, :, text_ends:] = picture[:, width - lengths].transpose(0, 1)
+        else:
+            after = SlotTree(lengths, (starts - text_ends).clamp(min=0), ancestor_words(topology), topology.depths)
+            mask[..., text_ends:] = TreeMask(after, FULL).additive(columns - text_ends, dtype).repeat(1, 1, repeats, 1)
     return masks
-
-
-def _full_mask(
-    topology: TreeTopology, rows: RowPlaces, columns: int, dtype: torch.dtype, repeats: int
-) -> torch.Tensor:
-    """Of a long text most slots are seen by every node of every row: those in front of where the first row ends."""
-    device, text_ends = topology.depths.device, min(rows.lengths)
-    shape = (len(rows.lengths), 1, repeats * topology.depths.shape[-1], columns)
-    mask = torch.zeros(shape, dtype=dtype, device=device)
-    if topology.depths.dim() == 1 and rows.is_uniform:
-        mask[..., text_ends:] = _block(topology, dtype, repeats)
-        return mask
-    lengths, starts = rows.lengths_on(device), rows.starts_on(device)
-    if padding_ends := min(max(rows.starts), text_ends):
-        is_padding = torch.arange(padding_ends, device=device) < starts[:, None]
-        mask[..., :padding_ends].masked_fill_(is_padding[:, None, None], torch.finfo(dtype).min)
-    lengths = lengths - text_ends
-    if topology.depths.dim() == 1 and max(rows.starts) <= text_ends:
-        # One picture in all rows, at the end of each row's text: slots of text, the nodes, and slots after them.
-        width = columns - text_ends
-        picture = F.pad(_block(topology, dtype, repeats), (width, 0))
-        picture = F.pad(picture, (0, width), value=torch.finfo(dtype).min).unfold(1, width, 1)
-        mask[:, 0, :, text_ends:] = picture[:, width - lengths].transpose(0, 1)
-    else:
-        after = SlotTree(lengths, (starts - text_ends).clamp(min=0), ancestor_words(topology), topology.depths)
-        mask[..., text_ends:] = TreeMask(after, FULL).additive(columns - text_ends, dtype).repeat(1, 1, repeats, 1)
-    return mask
 
 
 @lru_cache(maxsize=256)

@@ -32,7 +32,7 @@ from .cache import check_room
 from .facts import REPEATED_INPUTS, ModelProfile, is_text_only, model_profile
 from .forward import Part, SlotForward, SlotOutput
 from .model import SlotModel
-from .parts.adapters import ADAPTED_ROW, RowAdapters
+from .parts.adapters import ADAPTED_ROW, adapter_hooks
 from .parts.positions import PositionCounter
 from .parts.rotary import ChangingRotary, rotary_changes
 from .parts.source import Source
@@ -101,7 +101,7 @@ class Request:
     def row_inputs(self) -> dict[str, torch.Tensor]:
         """Inputs `(B, 1)` that a row's new tokens repeat: arguments of the forward, and `ADAPTED_ROW`."""
         inputs = {}
-        if hasattr(self.model, "peft_config") and RowAdapters(self.model):
+        if hasattr(self.model, "peft_config") and adapter_hooks(self.model):
             places = range(self.batch_size) if self.adapters is None else self.adapters
             inputs[ADAPTED_ROW] = torch.tensor(places, device="cpu")[:, None]
         if not is_text_only(self.model):

@@ -29,30 +29,24 @@ _OF_CALL = "of_call"
 ADAPTED_ROW = "row of adapter_names"
 
 
-class RowAdapters:
-    """The names that adapted layers of a model, or a part of it, are told; false where rows have none of their own."""
+def adapter_hooks(model: torch.nn.Module) -> list[Any]:
+    """What tells adapted layers of a model, or a part of it, the names of their rows; none where these have none."""
+    hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
+    return [hook for hook in hooks if isinstance(hook, partial) and _KEY in hook.keywords]
 
-    def __init__(self, model: torch.nn.Module):
-        hooks = (hook for module in model.modules() for hook in module._forward_pre_hooks.values())
-        self.hooks: list[partial[Any]] = [
-            hook for hook in hooks if isinstance(hook, partial) and _KEY in hook.keywords
-        ]
 
-    def __bool__(self) -> bool:
-        return bool(self.hooks)
-
-    @contextmanager
-    def telling(self, rows: Sequence[int], of_call: bool = True) -> Iterator[None]:
-        """Tells the layers, inside the block, the names at these places among those of the call, or those told now."""
-        before = [hook.keywords[_KEY] for hook in self.hooks]
-        try:
-            for hook, told in zip(self.hooks, before):
-                names = vars(hook)[_OF_CALL] if of_call else told
-                hook.keywords[_KEY] = None if names is None else [names[row] for row in rows]
-            yield
-        finally:
-            for hook, names in zip(self.hooks, before):
-                hook.keywords[_KEY] = names
+@contextmanager
+def telling(hooks: list[Any], rows: Sequence[int], of_call: bool = True) -> Iterator[None]:
+    """Tells the layers, inside the block, the names at these places among those of the call, or those told now."""
+    before = [hook.keywords[_KEY] for hook in hooks]
+    try:
+        for hook, told in zip(hooks, before):
+            names = vars(hook)[_OF_CALL] if of_call else told
+            hook.keywords[_KEY] = None if names is None else [names[row] for row in rows]
+        yield
+    finally:
+        for hook, names in zip(hooks, before):
+            hook.keywords[_KEY] = names
 
 
 class RowInputs(Part):
@@ -63,7 +57,7 @@ class RowInputs(Part):
         self.values: dict[str, torch.Tensor] = values
         if ADAPTED_ROW in values:
             # Outside of forwards of the target layers are told no names from now on.
-            for hook in RowAdapters(model).hooks:
+            for hook in adapter_hooks(model):
                 vars(hook).setdefault(_OF_CALL, hook.keywords[_KEY])
                 hook.keywords[_KEY] = None
 
@@ -73,7 +67,7 @@ class RowInputs(Part):
             nodes.inputs |= {name: values.expand(-1, nodes.tokens.shape[1]) for name, values in repeated.items()}
         if ADAPTED_ROW not in self.values:
             return nullcontext()
-        return RowAdapters(self.model).telling(self.values[ADAPTED_ROW][:, 0].tolist())
+        return telling(adapter_hooks(self.model), self.values[ADAPTED_ROW][:, 0].tolist())
 
     def keep_rows(self, keep: list[int]) -> None:
         self.values = {name: select_rows(values, keep) for name, values in self.values.items()}

@@ -20,7 +20,7 @@ import torch
 from ...transfers import upload
 from ..cache import SlotCache, SlotLayer
 from ..forward import Part, SlotForward, running
-from .adapters import RowAdapters
+from .adapters import adapter_hooks, telling
 from .recurrences import over_nodes, reads_nodes
 from .recurrent_state import Nodes, Reading, RecurrentState
 
@@ -120,7 +120,7 @@ class _Steps:
             return None  # of another thread
         names = list(inspect.signature(inspect.unwrap(type(module).forward)).parameters)[1:]
         call = arguments = {**dict(zip(names, args)), **kwargs}
-        shape, adapters = arguments["hidden_states"].shape[:2], RowAdapters(module)
+        shape, adapters = arguments["hidden_states"].shape[:2], adapter_hooks(module)
         for rows, nodes, parents in self._levels(shape[0]):
             if self._states:
                 with self._told:
@@ -135,7 +135,7 @@ class _Steps:
             }
             call = {**arguments, **of_nodes}
             # Adapters of the rows of these nodes.
-            self._told.enter_context(adapters.telling(rows.tolist(), of_call=False))
+            self._told.enter_context(telling(adapters, rows.tolist(), of_call=False))
         return (), call
 
     def _on_leaving(self, module: torch.nn.Module, args: tuple[Any, ...], output: Any) -> Any:

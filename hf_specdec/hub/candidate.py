@@ -79,10 +79,8 @@ class Candidate:
         return _REASONS[self.place]
 
     def configured(self, asked: SpeculativeConfig) -> SpeculativeConfig:
-        """The settings of a call for this drafter: its own, and over them those of the call that its method has.
-
-        A call that names the method, which may be a combination with that of the drafter, has its way.
-        """
+        """The settings of a call for this drafter: its own, and over them those of the call that its method has."""
+        # A method that is named may be a combination with that of the drafter.
         method = self.method if asked.method == AUTO else asked.method
         own = {"model": self.model, **self.settings}
         # It has been found.

@@ -71,9 +71,7 @@ def to_vllm(config: SpeculativeConfig) -> dict[str, Any]:
 
 
 def vllm_command(config: SpeculativeConfig, name: str, target: str | None) -> str | None:
-    """The command that serves a target with the drafter `name`; `None` where vLLM has no such method, or reads its
-    layers from the target's own checkpoint alone.
-    """
+    """The command that serves a target with the drafter `name`; `None` where vLLM cannot, or needs none."""
     method = methods().get(config.method)
     if method is None or method.in_target_checkpoint:
         return None

@@ -138,13 +138,7 @@ def settings_in_entry(value: Any, source: str) -> tuple[dict[str, Any], tuple[st
 
 
 def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:
-    """A configuration that names a checkpoint and no method, with the settings that were saved beside the checkpoint.
-
-    Settings that are given take precedence. Where none were saved, or nothing can be reached, it is returned as it is.
-
-    Raises:
-        SpecConfigError: The saved settings are wrong, or contradict those that are given.
-    """
+    """A configuration without a method above the settings saved beside its checkpoint, if these can be reached."""
     files, source = RepoFiles.of(config), f"{CONFIG_NAME} of '{config.model}'"
     try:
         # The Hub is asked once.

@@ -156,6 +156,10 @@ class CallRecord:
                 "Several requests took turns in the rows of this call, so there is no one text to draw. Record a call "
                 "of generate() with one of the prompts."
             )
+        if self.trace.first is None:
+            raise SpecConfigError(
+                "The call ended before its first token, so there is nothing to draw. Record another one."
+            )
         # Only those who draw a page pay for it.
         from .picture import page
 

@@ -14,32 +14,30 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import cache
 from pathlib import Path
-from types import NoneType
 from typing import Any, Literal, NamedTuple
 
 from ..environment import is_switched_on
-from ..errors import SpecConfigError, is_access_token, shown
+from ..errors import SpecConfigError, shown
 from ..method import NO_DRAFTS, drafting_method, methods, takes_model
 from ..reading import reading_settings
 from ..threads import cached_property
-from .checks import MOST_DRAFT_TOKENS, Bounds, checked, frozen, hints_of, is_json_value, setting, thawed, types_of
+from .checks import MOST_DRAFT_TOKENS, hints_of, setting, thawed
 from .conflicts import check_combinations
 from .names import (
     AUTO,
     FIXED,
     PendingOptions,
-    by_key,
+    build_options,
     canonical_method,
     check_is_named,
     default_of,
     flattened,
     key_of,
     merged,
-    option_owners,
     options_class,
     options_in,
     spellings_of,
-    unknown_setting,
+    value_of,
 )
 from .values import QUANTIZATION_ALIASES, lengths_by_batch_size, owners, plain_path, token_tree, torch_name
 
@@ -192,10 +190,11 @@ class SpeculativeConfig:
             check_is_named(flat)
             hints = hints_of(SpeculativeConfig)
             for item in _common_fields():
-                value = _checked(item, flat.pop(item.name, None), hints[item.name])
+                value = value_of(item, flat.pop(item.name, None), hints[item.name])
                 object.__setattr__(self, item.name, value)
             check_combinations(self)
-            object.__setattr__(self, "options", _build_options(self.method, flat))
+            common = [item.name for item in _common_fields()]
+            object.__setattr__(self, "options", build_options(self.method, flat, common))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Not even a process of the same user is handed the token.
@@ -436,55 +435,3 @@ def _concerns(item: Field, method: str) -> bool:
         return False
     drafting = drafting_method(method)
     return item.name != "speculative_token_tree" or drafting is None or drafting.drafts_static_trees
-
-
-def _build_options(method: str | None, flat: Mapping[str, Any]) -> Any:
-    """The options object of a method, from all settings that are not common ones."""
-    if method in (None, AUTO):
-        return _pending_options(flat)
-    made_of = options_class(method)
-    items = {key_of(item): item for item in options_in(made_of)}
-    hints = hints_of(made_of)
-    values = {}
-    for key, value in by_key(method, flat).items():
-        if key not in items:
-            raise SpecConfigError(unknown_setting(method, key, items, [item.name for item in _common_fields()]))
-        values[items[key].name] = _checked(items[key], value, hints[items[key].name])
-    try:
-        return made_of(**values)
-    except SpecConfigError as error:
-        # It is about fields, in backticks; the user knows their flat names.
-        message = str(error)
-        for key, item in items.items():
-            message = message.replace(f"`{item.name}`", f"`{key}`")
-        raise SpecConfigError(message) from error
-
-
-def _pending_options(flat: Mapping[str, Any]) -> PendingOptions:
-    """Options of a method that is not known yet: some method must have each of them."""
-    owners_of = option_owners() if flat else {}
-    for key, value in flat.items():
-        if key not in owners_of:
-            raise SpecConfigError(unknown_setting(None, key, owners_of, [item.name for item in _common_fields()]))
-        if not is_json_value(value):
-            raise SpecConfigError(
-                f"`{key}` must be a text, a finite number or a list of them, got {shown(value)} "
-                f"({type(value).__name__})."
-            )
-    return PendingOptions(tuple(sorted((key, frozen(value)) for key, value in flat.items())))
-
-
-def _checked(item: Field, value: Any, hint: Any) -> Any:
-    """The value in the type of its field and within its bounds; `None` is the default where it is no value itself."""
-    name, metadata, types = key_of(item), item.metadata, types_of(hint)
-    if value is None:
-        return value if NoneType in types else default_of(item)
-    if normalize := metadata.get("normalize"):
-        value = normalize(value)
-    if metadata.get("is_secret") and not isinstance(value, types):
-        raise SpecConfigError(f"`{name}` must be a string, True, False or None, got a {type(value).__name__}.")
-    if is_access_token(value) and not metadata.get("is_secret"):
-        raise SpecConfigError(f"`{name}` has the form of an access token. Give that as `token`.")
-    aliases = metadata.get("aliases", {})
-    value = aliases.get(value, value) if isinstance(value, str) else value
-    return checked(name, value, hint, metadata.get("bounds", Bounds()), aliases)

@@ -1,4 +1,4 @@
-"""The flat names of settings: which there are, and whose they are.
+"""The flat names of settings: which there are, whose they are, and the options that they make.
 
 Options of a method have a flat name, by default that of the field in its options class. Users give them beside the
 settings of all methods or inside of `options`.
@@ -6,15 +6,16 @@ settings of all methods or inside of `options`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import MISSING, Field, dataclass, fields
 from functools import cache
+from types import NoneType
 from typing import Any
 
-from ..errors import SpecConfigError, SpecDecError, did_you_mean, shown
+from ..errors import SpecConfigError, SpecDecError, did_you_mean, is_access_token, shown
 from ..method import COMBINING, methods, parts_of, resolve_candidate_generator
 from ..reading import plain_value
-from .checks import is_int
+from .checks import Bounds, checked, frozen, hints_of, is_int, is_json_value, types_of
 from .spellings import FORMER_NAMES, OTHER_NAMES, respelled
 
 
@@ -179,3 +180,51 @@ def option_owners() -> dict[str, list[str]]:
         for name in sorted(option_names(method)):
             owners.setdefault(name, []).append(method)
     return owners
+
+
+def build_options(method: str | None, flat: Mapping[str, Any], common: Collection[str]) -> Any:
+    """The options object of a method, from all settings that are not the `common` ones."""
+    if method in (None, AUTO):
+        # Some method must have each of them.
+        owners_of = option_owners() if flat else {}
+        for key, value in flat.items():
+            if key not in owners_of:
+                raise SpecConfigError(unknown_setting(None, key, owners_of, common))
+            if not is_json_value(value):
+                raise SpecConfigError(
+                    f"`{key}` must be a text, a finite number or a list of them, got {shown(value)} "
+                    f"({type(value).__name__})."
+                )
+        return PendingOptions(tuple(sorted((key, frozen(value)) for key, value in flat.items())))
+    made_of = options_class(method)
+    items = {key_of(item): item for item in options_in(made_of)}
+    hints = hints_of(made_of)
+    values = {}
+    for key, value in by_key(method, flat).items():
+        if key not in items:
+            raise SpecConfigError(unknown_setting(method, key, items, common))
+        values[items[key].name] = value_of(items[key], value, hints[items[key].name])
+    try:
+        return made_of(**values)
+    except SpecConfigError as error:
+        # It is about fields, in backticks; the user knows their flat names.
+        message = str(error)
+        for key, item in items.items():
+            message = message.replace(f"`{item.name}`", f"`{key}`")
+        raise SpecConfigError(message) from error
+
+
+def value_of(item: Field, value: Any, hint: Any) -> Any:
+    """The value in the type of its field and within its bounds; `None` is the default where it is no value itself."""
+    name, metadata, types = key_of(item), item.metadata, types_of(hint)
+    if value is None:
+        return value if NoneType in types else default_of(item)
+    if normalize := metadata.get("normalize"):
+        value = normalize(value)
+    if metadata.get("is_secret") and not isinstance(value, types):
+        raise SpecConfigError(f"`{name}` must be a string, True, False or None, got a {type(value).__name__}.")
+    if is_access_token(value) and not metadata.get("is_secret"):
+        raise SpecConfigError(f"`{name}` has the form of an access token. Give that as `token`.")
+    aliases = metadata.get("aliases", {})
+    value = aliases.get(value, value) if isinstance(value, str) else value
+    return checked(name, value, hint, metadata.get("bounds", Bounds()), aliases)

@@ -46,10 +46,22 @@ def lengths_by_batch_size(value: Any) -> Any:
     entries = list(value.items()) if isinstance(value, Mapping) else value
     if not isinstance(entries, (list, tuple)) or not entries:
         raise _wrong_lengths(value)
-    ranges = sorted((_range_of_rows(entry, value) for entry in entries), key=lambda item: item[:2])
+    ranges: list[tuple[int, int, int | None]] = []
+    for entry in entries:
+        if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
+            raise _wrong_lengths(value)
+        # JSON has only strings for the keys of a mapping.
+        numbers: list[Any] = [int(item) if isinstance(item, str) and item.isdecimal() else item for item in entry]
+        length = numbers.pop()
+        if not all(map(is_int, numbers)) or not (length is None or is_int(length)):
+            raise _wrong_lengths(value)
+        first, last = numbers[0], numbers[-1]
+        if not 1 <= first <= last <= MOST_INTEGER or not 0 <= (length or 0) <= MOST_DRAFT_TOKENS:
+            raise _wrong_lengths(value)
+        ranges.append((int(first), int(last), None if length is None else int(length)))
     last = 0
     pairs: list[tuple[int, int | None]] = []
-    for first, end, length in ranges:
+    for first, end, length in sorted(ranges, key=lambda item: item[:2]):
         if first <= last:
             raise SpecConfigError(
                 f"`num_speculative_tokens_per_batch_size` says twice what holds for {first} rows, got {shown(value)}. "
@@ -59,21 +71,6 @@ def lengths_by_batch_size(value: Any) -> Any:
         if not pairs or pairs[-1][1] != length:
             pairs.append((first, length))
     return tuple(pairs if pairs[0][0] == 1 else [(1, None), *pairs])
-
-
-def _range_of_rows(entry: Any, value: Any) -> tuple[int, int, int | None]:
-    """First and last number of rows, and the length, of `(rows, k)` or `(first, last, k)`."""
-    if not isinstance(entry, (list, tuple)) or len(entry) not in (2, 3):
-        raise _wrong_lengths(value)
-    # JSON has only strings for the keys of a mapping.
-    numbers: list[Any] = [int(item) if isinstance(item, str) and item.isdecimal() else item for item in entry]
-    length = numbers.pop()
-    if not all(map(is_int, numbers)) or not (length is None or is_int(length)):
-        raise _wrong_lengths(value)
-    first, last = numbers[0], numbers[-1]
-    if not 1 <= first <= last <= MOST_INTEGER or not 0 <= (length or 0) <= MOST_DRAFT_TOKENS:
-        raise _wrong_lengths(value)
-    return int(first), int(last), None if length is None else int(length)
 
 
 def _wrong_lengths(value: Any) -> SpecConfigError:

@@ -10,7 +10,6 @@ from functools import cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
 
-from ...errors import SpecConfigError
 from .pieces import Pieces
 from .story import story_of
 
@@ -21,10 +20,6 @@ if TYPE_CHECKING:
 
 def page(call: CallRecord, tokenizer: Any = None) -> str:
     """Draws the page of a call that was recorded with a trace; without a tokenizer, tokens are shown as numbers."""
-    if call.trace is None or call.trace.first is None:
-        raise SpecConfigError(
-            "The call ended before its first token, so there is nothing to draw. Record another one."
-        )
     style, script, filled = _asset("page.css"), _asset("page.js"), _asset("page.html")
     # JSON in ASCII in which no HTML parser finds the end of a script.
     data = json.dumps(story_of(call, Pieces(tokenizer)), separators=(",", ":"), allow_nan=False)

@@ -12,7 +12,7 @@ from .pieces import Pieces
 
 
 if TYPE_CHECKING:
-    from ..records import CallRecord, CycleTrace, RowTrace, TokenScore
+    from ..records import CallRecord, CycleTrace, TokenScore
 
 
 # Why a token is the target's own and not a draft's.
@@ -67,14 +67,17 @@ def _row_story(
     texts = iter(pieces.of_row(generated, prompt))
     told, told_steps = list(prompt), []
     for number, trace in steps:
-        path = accepted_path(trace)
+        # The accepted nodes, from the anchor on.
+        path, nodes = [], list(zip(trace.draft_tokens, trace.parents))
+        for token in trace.committed_tokens[: trace.num_accepted]:
+            path.append(nodes.index((token, path[-1] if path else -1)))
         own = PLAIN if not trace.draft_tokens else CORRECTED if [-1, *path][-1] in trace.parents else BONUS
         who = [ACCEPTED] * trace.num_accepted + [own]
         scores = [*trace.committed_scores, *[None] * len(trace.committed_tokens)]
         unknown = [None] * len(trace.draft_tokens)
         node_scores = trace.draft_scores or unknown
         sampled_with = [_number(value) for value in trace.draft_probs] or unknown
-        nodes = pieces.of_draft(trace.draft_tokens, trace.parents, told)
+        node_texts = pieces.of_draft(trace.draft_tokens, trace.parents, told)
         told_steps.append(
             {
                 # 0 is the prefill.
@@ -85,7 +88,7 @@ def _row_story(
                 "nodes": [
                     [text, token, parent, *_score(score), sampled]
                     for text, token, parent, score, sampled in zip(
-                        nodes, trace.draft_tokens, trace.parents, node_scores, sampled_with
+                        node_texts, trace.draft_tokens, trace.parents, node_scores, sampled_with
                     )
                 ],
                 "tokens": [
@@ -96,16 +99,6 @@ def _row_story(
         )
         told += trace.committed_tokens
     return {"prompt": pieces.text(prompt), "steps": told_steps}
-
-
-def accepted_path(trace: RowTrace) -> list[int]:
-    """The accepted nodes, from the anchor on."""
-    path: list[int] = []
-    for token in trace.committed_tokens[: trace.num_accepted]:
-        wanted = (token, path[-1] if path else -1)
-        nodes = enumerate(zip(trace.draft_tokens, trace.parents))
-        path.append(next(index for index, node in nodes if node == wanted))
-    return path
 
 
 def _score(score: TokenScore | None) -> tuple[float | None, int | None, float | None]:

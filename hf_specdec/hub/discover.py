@@ -49,8 +49,8 @@ from ..threads import cached_property
 from .candidate import FOUND, Candidate, rank, without
 from .detect import Detection, detect, known_formats
 from .inspect import is_repo_id, is_same_checkpoint, own_layer_problems, repo_id_of, sizes_in, target_problems
-from .published import CARD_KEY, CARD_NAME, config_of, saved_settings, settings_in_entry, target_entry
-from .trust import PLACE_SETTINGS, one_line, owner_of, sifted, texts_in, trusted_owners_of, why_not_unasked
+from .published import CARD_KEY, CARD_NAME, read_entry, saved_settings, target_entry
+from .trust import PLACE_SETTINGS, one_line, owner_of, texts_in, trusted_owners_of, why_not_unasked
 
 
 logger = logging.get_logger(__name__)
@@ -279,8 +279,7 @@ class Search:
             return []
         named = Candidate(None, place="entry", is_trusted=True)
         try:
-            settings, left_out = settings_in_entry(entry, _ENTRY)
-            config = config_of(settings, _ENTRY)
+            config, left_out = read_entry(entry, _ENTRY, with_place=True)
             if config.method in (AUTO, NO_DRAFTS):
                 return []
             named = replace(named, method=config.method, model=config.model, left_out=left_out)
@@ -343,11 +342,10 @@ def _own_settings(files: RepoFiles, method: str) -> tuple[dict[str, Any], tuple[
     saved = saved_settings(files) or files.card.get(CARD_KEY)
     if not isinstance(saved, Mapping):
         return {}, ()
-    source = f"The settings of '{files.name}'"
     # A card says for which target it is.
-    settings, left_out = sifted({**without(saved, "target"), "method": method}, source)
-    left_out = tuple(name for name in left_out if name not in PLACE_SETTINGS)
-    return _settings_of(config_of(settings, source)), left_out
+    saved = {**without(saved, "target"), "method": method}
+    config, left_out = read_entry(saved, f"The settings of '{files.name}'")
+    return _settings_of(config), tuple(name for name in left_out if name not in PLACE_SETTINGS)
 
 
 def discover_drafters(

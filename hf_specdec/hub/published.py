@@ -57,13 +57,29 @@ def settings_to_publish(config: SpeculativeConfig, *, with_place: bool) -> dict[
     return {key: value for key, value in settings.items() if key in names}
 
 
-def published_config(settings: Any, source: str, *, with_place: bool = False, **place: Any) -> SpeculativeConfig:
-    """The configuration of published settings, as far as a stranger's word counts; `place` is where the drafter is."""
-    if isinstance(settings, str):
-        settings = {"method": settings}
-    settings, left_out = sifted(settings, source, with_place=with_place)
+def read_entry(
+    entry: Any, source: str, *, with_place: bool = False, **place: Any
+) -> tuple[SpeculativeConfig, tuple[str, ...]]:
+    """What is published as a configuration, as far as a stranger's word counts, and the names of what is left out."""
+    if isinstance(entry, SpeculativeConfig):
+        entry = entry.to_dict()
+    elif isinstance(entry, str):
+        if entry.lstrip().startswith("{") or entry.endswith(".json"):
+            raise SpecConfigError(
+                f"{source} must be an object of settings, the name of a method, or the repo id or folder of a "
+                f"drafter, got '{one_line(entry)}'. Write the settings as an object."
+            )
+        is_model = with_place and not (entry == AUTO or is_method_name(entry))
+        entry = {"model" if is_model else "method": entry}
+    settings, left_out = sifted(entry, source, with_place=with_place)
+    return config_of(settings, source, **place), left_out
+
+
+def published_config(entry: Any, source: str, **place: Any) -> SpeculativeConfig:
+    """The configuration of an entry, with a warning of what is left out; arguments as of `read_entry`."""
+    config, left_out = read_entry(entry, source, **place)
     warn_of(left_out, source)
-    return config_of(settings, source, **place)
+    return config
 
 
 def config_of(flat: dict[str, Any], source: str, **place: Any) -> SpeculativeConfig:
@@ -112,7 +128,7 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
         config = settings if isinstance(settings, SpeculativeConfig) else SpeculativeConfig.from_dict(settings)
         settings = settings_to_publish(config, with_place=True)
     elif not is_off(settings):
-        settings_in_entry(settings, IN_GENERATION_CONFIG)
+        read_entry(settings, IN_GENERATION_CONFIG, with_place=True)
     if os.path.isabs(named := settings.get("model", "") if isinstance(settings, dict) else settings):
         raise SpecConfigError(
             f"'{named}' is a folder of this machine. A generation config names a drafter by its repo id, or by its "
@@ -121,20 +137,6 @@ def store_settings(generation_config: GenerationConfig, settings: Any) -> None:
     generation_config.speculative = settings
     # Of a generation config that says so, transformers reads no keys that it does not know.
     generation_config._from_model_config = False
-
-
-def settings_in_entry(value: Any, source: str) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """The settings in what names a target's drafter, and the names of those that are not for it to say."""
-    if isinstance(value, SpeculativeConfig):
-        value = value.to_dict()
-    if not isinstance(value, str):
-        return sifted(value, source, with_place=True)
-    if value.lstrip().startswith("{") or value.endswith(".json"):
-        raise SpecConfigError(
-            f"{source} must be an object of settings, the name of a method, or the repo id or folder of a drafter, "
-            f"got '{one_line(value)}'. Write the settings as an object."
-        )
-    return {"method" if value == AUTO or is_method_name(value) else "model": value}, ()
 
 
 def with_saved_settings(config: SpeculativeConfig) -> SpeculativeConfig:

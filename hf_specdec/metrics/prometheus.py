@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError, SpecConfigError, shown
@@ -84,32 +84,25 @@ class PrometheusMetrics(Listener):
 
         from ..loaded import all_loaded, num_bytes
 
-        def add(kind: type, name: str, help: str, *labels: str, **options: Any) -> Any:
+        def add(kind: type, name: str, help: str, labels: Sequence[str] = _LABELS, **options: Any) -> Any:
             metric = kind(f"hf_specdec_{name}", help, labels, registry=self.registry, **options)
             self._metrics.append(metric)
             return metric
 
-        calls_help, length_help = "Speculative generate() calls that began.", "Speculation length k of the last call."
-        self.calls: Any = add(Counter, "spec_decode_num_calls", calls_help, *_LABELS)
-        self.spec_tokens: Any = add(Gauge, "spec_decode_num_spec_tokens", length_help, *_LABELS)
-        self.counters: dict[str, Any] = {
-            field: add(
-                Counter,
-                _OTHER_NAMES.get(field, f"spec_decode_{field}"),
-                help,
-                *_LABELS,
-                *_FURTHER_LABELS.get(field, ()),
-            )
-            for field, help in _COUNTERS.items()
-        }
+        self.calls: Any = add(Counter, "spec_decode_num_calls", "Speculative generate() calls that began.")
+        self.spec_tokens: Any = add(Gauge, "spec_decode_num_spec_tokens", "Speculation length k of the last call.")
+        self.counters: dict[str, Any] = {}
+        for field, help in _COUNTERS.items():
+            name, labels = _OTHER_NAMES.get(field, f"spec_decode_{field}"), _FURTHER_LABELS.get(field, ())
+            self.counters[field] = add(Counter, name, help, (*_LABELS, *labels))
         self.histograms: dict[str, Any] = {
-            key: add(Histogram, name, help, *_LABELS, buckets=buckets)
-            for key, (name, help, buckets) in _HISTOGRAMS.items()
+            key: add(Histogram, name, help, buckets=buckets) for key, (name, help, buckets) in _HISTOGRAMS.items()
         }
-        bytes_help = "Bytes of their weights and of the texts that they remember."
+        drafters = add(Gauge, "loaded_drafters", "Drafters that stay loaded in this process.", ())
+        size = add(Gauge, "loaded_bytes", "Bytes of their weights and of the texts that they remember.", ())
         self.loaded: list[tuple[Any, Callable[[], int]]] = [
-            (add(Gauge, "loaded_drafters", "Drafters that stay loaded in this process."), lambda: len(all_loaded())),
-            (add(Gauge, "loaded_bytes", bytes_help), lambda: num_bytes(all_loaded())),
+            (drafters, lambda: len(all_loaded())),
+            (size, lambda: num_bytes(all_loaded())),
         ]
         for gauge, function in self.loaded:
             gauge.set(function()) if _FOLDER in os.environ else gauge.set_function(function)

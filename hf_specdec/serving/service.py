@@ -115,7 +115,14 @@ class Service:
     def admit(self, body: GenerationBody) -> Reply:
         """Takes places for a request, or raises `RefusedError`. Whoever gets the reply closes it, whatever happens."""
         try:
-            self._check(body)
+            self.check_name(self.name if body.model is None else body.model)
+            if self.status != "ok":
+                raise RefusedError(503, UNAVAILABLE[self.status], "unavailable")
+            count, most = body.num_answers, self.num_places + self.limits.max_waiting
+            if count > most:
+                raise RefusedError(400, f"A request has at most {most} answers here, got {count}.", "too_many")
+            if self.num_open + count > most:
+                raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
         except RefusedError:
             self.outcomes["refused"] += 1
             raise
@@ -126,16 +133,6 @@ class Service:
         if model != self.name:
             message = f"This server has '{self.name}' alone, as GET /v1/models says."
             raise RefusedError(404, message, "model_not_found")
-
-    def _check(self, body: GenerationBody) -> None:
-        self.check_name(self.name if body.model is None else body.model)
-        if self.status != "ok":
-            raise RefusedError(503, UNAVAILABLE[self.status], "unavailable")
-        count, most = body.num_answers, self.num_places + self.limits.max_waiting
-        if count > most:
-            raise RefusedError(400, f"A request has at most {most} answers here, got {count}.", "too_many")
-        if self.num_open + count > most:
-            raise RefusedError(429, "All places are taken. Try again later.", "overloaded")
 
     def start(self) -> None:
         """Starts the manager, and decodes until kernels are compiled and graphs captured, or raises `SpecDecError`."""

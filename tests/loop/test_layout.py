@@ -40,11 +40,11 @@ MOST_LINES = {
     "layers": 1409,
     "kernels": 4239,
     "many": 1823,
-    "serving": 1550,
-    "settings": 1241,
-    "metrics": 1395,
+    "serving": 1547,
+    "settings": 1234,
+    "metrics": 1380,
     "integrations": 478,
-    "hub": 1964,
+    "hub": 1952,
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.

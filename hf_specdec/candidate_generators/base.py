@@ -109,6 +109,7 @@ class CandidateGenerator(HfCandidateGenerator):
     session: Session | None = None
     lookups: Lookups | None = None  # in texts until now; `None` for methods that look nothing up
     late_reading: tuple[int, float] | None = None  # tokens that a part read late in the last draft, and its seconds
+    longest_row: tuple[int, str] | None = None  # from how many tokens on rows have no drafts, and by which setting
     state: RowState | None = None  # what is kept of the active rows
     _is_bound = False
 
@@ -143,6 +144,8 @@ class CandidateGenerator(HfCandidateGenerator):
         self.session = session
         length = None if config is None else config.fixed_length
         self.num_speculative_tokens: int = length or self.default_length(self.options)
+        limit = None if config is None else config.max_model_len
+        self.longest_row: tuple[int, str] | None = None if limit is None else (limit - 1, "max_model_len")
 
     def bind(self, session: Session) -> CandidateGenerator:
         """Takes the generator for the one call that it may have; returns what drafts in it, mostly itself."""
@@ -173,12 +176,6 @@ class CandidateGenerator(HfCandidateGenerator):
     def num_draft_nodes(self) -> int:
         """Most nodes of a row's draft; more than `num_speculative_tokens`, its depth, for a tree."""
         return self.num_speculative_tokens
-
-    @property
-    def longest_row(self) -> tuple[int, str] | None:
-        """Tokens of a row from which on nothing is drafted for it, and the setting that says so; `None` without."""
-        limit = None if self.config is None else self.config.max_model_len
-        return None if limit is None else (limit - 1, "max_model_len")
 
     def note_longest_row(self) -> None:
         """Adds to the call's notes, once, that a row has got too long."""
@@ -359,15 +356,10 @@ class Wrapper(CandidateGenerator):
         self.target_hidden_states: tuple[int | str, ...] = last.target_hidden_states
         self.num_best_tokens: int = last.num_best_tokens
         self.samples_drafts: bool | None = last.samples_drafts
-
-    @property
-    def longest_row(self) -> tuple[int, str] | None:
-        limits = [generator.longest_row for generator in self.generators]
-        return None if None in limits else max(limits)
-
-    @property
-    def lookups(self) -> Lookups | None:
-        return next((one.lookups for one in reversed(self.generators) if one.lookups is not None), None)
+        longest_rows = [generator.longest_row for generator in generators]
+        self.longest_row: tuple[int, str] | None = None if None in longest_rows else max(longest_rows)
+        lookups = (generator.lookups for generator in reversed(generators))
+        self.lookups: Lookups | None = next((one for one in lookups if one is not None), None)
 
     @property
     def num_draft_nodes(self) -> int:

@@ -316,13 +316,13 @@ class DraftModelCandidateGenerator(NetworkGenerator):
                 f"tokens. Use at most {own_limit}, or leave it out."
             )
         limits = (config.max_model_len, "max_model_len"), (own_limit, "the draft model's max_position_embeddings")
-        self._longest: tuple[int, str] | None = min((limit for limit in limits if limit[0]), default=None)
+        self.longest_row: tuple[int, str] | None = min((limit for limit in limits if limit[0]), default=None)
         ignored = _ignored_settings(model, config, session.adapts)
         for note in filter(None, (ignored, self.vocabularies.note, resources.note)):
             self.note(note)
         slots = slot_model(model, SlotCache(0))
         slots.num_logits = size
-        slots.max_position = None if self._longest is None else self._longest[0] - 1
+        slots.max_position = None if self.longest_row is None else self.longest_row[0] - 1
         self.state.slots = ModelSlots(slots)
         self.state.texts = []  # of the rows, where segmentations differ
         self._has_stopped = False  # what it would draft from is not to be had
@@ -363,9 +363,9 @@ class DraftModelCandidateGenerator(NetworkGenerator):
         tokens = tokens.to(self.device)
         if self.states is not None:
             tokens = self.states.embed(tokens, prompt.hidden_states, starts)
-        if self._longest is not None:
+        if self.longest_row is not None:
             # Nothing will be drafted for rows that are too long; of these it reads what it can.
-            starts = [max(start, length - self._longest[0]) for start in starts]
+            starts = [max(start, length - self.longest_row[0]) for start in starts]
         first = min(starts)
         model.prefill(tokens[:, first:], [start - first for start in starts])
         # Drafts are graphs, not single forwards.
@@ -389,10 +389,6 @@ class DraftModelCandidateGenerator(NetworkGenerator):
         """Tokens as the model reads them: with the states that belong to them, where it reads these."""
         return new.tokens if self.states is None else self.states.embed(new.tokens, new.states)
 
-    @property
-    def longest_row(self) -> tuple[int, str] | None:
-        return self._longest
-
     def draft_depths(self, step: DraftStep) -> list[int]:
         depths, pending = super().draft_depths(step), self.state.pending
         if pending is None:
@@ -405,10 +401,10 @@ class DraftModelCandidateGenerator(NetworkGenerator):
             self.note(f"no drafts once rows differ in length ({name} tells positions from the order of its cache)")
             self._has_stopped = True
             return [0] * len(depths)
-        if self._longest is None:
+        if self.longest_row is None:
             return depths
         # A row's tokens may be more in the draft's own segmentation.
-        longest = self._longest[0]
+        longest = self.longest_row[0]
         lengths = [max(length, end - start) for length, end, start in zip(step.lengths, ends, model.starts)]
         if max(lengths) >= longest:
             self.note_longest_row()

@@ -117,6 +117,9 @@ class NgramCandidateGenerator(CandidateGenerator):
             self.rule = replace(self.rule, num_matches=1)
             if self.options.num_matches is not None:
                 session.notes.append("ngram drafts from one match: the target cannot verify trees.")
+        if config.max_model_len is not None:
+            # As in vLLM, drafts may fill the model's length.
+            self.longest_row: tuple[int, str] | None = (config.max_model_len, "max_model_len")
         self._runner: Runner | None = None
         # A draft whose graph has run ahead, for which rows and how deep; and one that was taken, and the rooms it had.
         self._ahead: tuple[DraftTree, list[int], list[int]] | None = None
@@ -212,12 +215,6 @@ class NgramCandidateGenerator(CandidateGenerator):
         super().close()
         if self._runner is not None:
             self._runner.close()
-
-    @property
-    def longest_row(self) -> tuple[int, str] | None:
-        """Length from which on a row drafts nothing: as in vLLM, drafts may fill the model's length."""
-        limit = self.config.max_model_len
-        return None if limit is None else (limit, "max_model_len")
 
     def _draft(self, text: RowText, lead: list[int], depth: int, most: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of what followed the best matches of the text with a lead after it, to a depth."""

@@ -32,7 +32,7 @@ MOST_LINES = {
     "target": 4758,
     "logits": 1793,
     "drafting": 1430,
-    "candidate_generators": 11165,
+    "candidate_generators": 11150,
     "drafts": 654,
     "checkpoints": 2129,
     "control": 1213,

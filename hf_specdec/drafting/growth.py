@@ -86,7 +86,7 @@ class DraftNodes(NamedTuple):
     # Of a dynamic tree.
     parents: torch.LongTensor | None = None  # (R, N)
     sizes: list[int] | None = None
-    log_probs: torch.FloatTensor | None = None  # (R, N)
+    log_probs: torch.FloatTensor | None = None  # (R, N), of paths; also of a chain, where they are known
     places: torch.LongTensor | None = None  # (R, N): among the candidates, where what was chosen is to be cut
     counts: torch.LongTensor | None = None  # (R,): valid nodes, where not all are
     # Of a chain that was drawn.
@@ -99,8 +99,13 @@ class DraftNodes(NamedTuple):
         depths = limits if self.depths is None else self.depths.tolist()
         if self.parents is None:
             if self.probs is not None:
-                return DraftTree.chain(self.tokens.to(device), probs=self.probs).shortened(depths)
-            return DraftTree.of_shape(plan, self.tokens.to(device), depths)
+                draft = DraftTree.chain(self.tokens.to(device), probs=self.probs).shortened(depths)
+            else:
+                draft = DraftTree.of_shape(plan, self.tokens.to(device), depths)
+            if self.log_probs is not None:
+                padding = torch.arange(draft.size, device=device) >= draft.num_nodes[:, None]
+                draft.path_log_probs = self.log_probs[:, : draft.size].to(device).masked_fill(padding, -math.inf)
+            return draft
         assert self.sizes is not None, "nodes of a dynamic tree without sizes"
         assert self.log_probs is not None, "nodes of a dynamic tree without log-probabilities"
         parts = self.tokens, self.parents, self.log_probs

@@ -51,21 +51,6 @@ _NOTES = (
     "embed_requires_grad lambda_base_* max_anchors num_anchors swa_window_size target_model_type use_aux_hidden_state"
 )
 
-_UNSUPPORTED = (
-    Unsupported(
-        "is a Laguna draft (gated attention, norms for each captured state)",
-        ("architectures=.*Laguna.*",),
-        ("*aux_hidden_norms.*",),
-    ),
-    Unsupported("is a DSpark draft with Gemma 4 layers", _GEMMA4, instead="Pass one with Qwen3 layers."),
-    Unsupported("is a P-EAGLE head", ("architectures=(?i:peagle).*",), ("mask_hidden",)),
-    Unsupported(
-        "is a MiMo draft (attention sinks, scaled values)",
-        ("use_swa", "attention_sink_bias", "attention_value_scale"),
-        ("*attention_sink_bias",),
-    ),
-)
-
 
 class DFlashReader(DraftReader):
     """A checkpoint with a block drafter; a mask token named by the user goes before config and tokenizer."""
@@ -73,7 +58,20 @@ class DFlashReader(DraftReader):
     record_class: ClassVar[type[DFlashConfig]] = DFlashConfig
     kind_keys: ClassVar[tuple[str, ...]] = ("speculators_model_type", "projector_type")
     blocks: ClassVar[tuple[str, ...]] = ("dflash_config", "", "transformer_layer_config")
-    unsupported: ClassVar[tuple[Unsupported, ...]] = _UNSUPPORTED
+    unsupported: ClassVar[tuple[Unsupported, ...]] = (
+        Unsupported(
+            "is a Laguna draft (gated attention, norms for each captured state)",
+            ("architectures=.*Laguna.*",),
+            ("*aux_hidden_norms.*",),
+        ),
+        Unsupported("is a DSpark draft with Gemma 4 layers", _GEMMA4, instead="Pass one with Qwen3 layers."),
+        Unsupported("is a P-EAGLE head", ("architectures=(?i:peagle).*",), ("mask_hidden",)),
+        Unsupported(
+            "is a MiMo draft (attention sinks, scaled values)",
+            ("use_swa", "attention_sink_bias", "attention_value_scale"),
+            ("*attention_sink_bias",),
+        ),
+    )
     instead = "Pass a DFlash draft."
 
     @property

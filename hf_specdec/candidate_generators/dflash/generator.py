@@ -26,7 +26,7 @@ from ...drafting.growth import DraftNodes, DynamicTree
 from ...drafting.prefixes import best_prefixes
 from ...drafting.slots import DraftSlots
 from ...drafting.state import Entries, NetworkState
-from ...drafts import DraftTree, TokenTree
+from ...drafts import TokenTree
 from ...drafts.static import MAX_NODES
 from ...errors import SpecConfigError
 from ...kernels.tree_attention import SlotTree, pack_words
@@ -297,14 +297,6 @@ class DFlashCandidateGenerator(NetworkGenerator):
             return nodes
         num_trusted = (logits.sigmoid() >= limits.threshold).int().cumprod(1).sum(1)
         return nodes._replace(depths=torch.minimum(limits.depths.to(self.device), num_trusted))
-
-    def drafted(self, nodes: DraftNodes, limits: list[int]) -> DraftTree:
-        draft = super().drafted(nodes, limits)
-        if nodes.parents is None and nodes.log_probs is not None:
-            padding = torch.arange(draft.size, device=draft.tokens.device) >= draft.num_nodes[:, None]
-            log_probs = nodes.log_probs[:, : draft.size].to(padding.device)
-            draft.path_log_probs = log_probs.masked_fill(padding, -torch.inf)
-        return draft
 
 
 def _sizes(config: SpeculativeConfig, network: DFlashNetwork) -> tuple[int, int]:

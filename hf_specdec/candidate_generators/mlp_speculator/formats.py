@@ -9,9 +9,9 @@ Shapes: n stages, H hidden size of the target, D inner size, V vocabulary.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from ...checkpoints.format import Format, Unsupported
 from ...checkpoints.header import TargetNeeds, TargetSizes
@@ -37,10 +37,6 @@ class MLPSpeculatorConfig:
     tie_weights: bool = False  # the stages share their weights
     scale_input: bool = False  # the target's state is normalised first
 
-    def to_dict(self) -> dict[str, Any]:
-        """The content of `config.json`."""
-        return {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"], **asdict(self)}
-
     @property
     def needs(self) -> TargetNeeds:
         """The target that it was made for."""
@@ -52,14 +48,10 @@ class MLPSpeculatorConfig:
         return self.inner_dim or self.emb_dim
 
     @property
-    def state_weight(self) -> float:
-        """a: the share of the target's state in the variance halves over the stages."""
-        return 0.5 ** (0.5 / self.n_predict)
-
-    @property
-    def embedding_weight(self) -> float:
-        """b: what the embedding of a token is multiplied by."""
-        return math.sqrt((1 - self.state_weight**2) * self.width / 2)
+    def token_weight(self) -> float:
+        """b/a; by a the share of the target's state in the variance halves over the stages."""
+        state_weight = 0.5 ** (0.5 / self.n_predict)
+        return math.sqrt((1 - state_weight**2) * self.width / 2) / state_weight
 
 
 _LSTM, _FORGET = ("method=sum_lstm", "architectures=ArcticLSTM.*"), ("forget_emb.0.weight",)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
@@ -53,7 +54,6 @@ class MLPSpeculator(LoadedNetwork):
         self.head: nn.ModuleList = nn.ModuleList(nn.Linear(size, vocab_size, bias=False) for _ in range(stages))
         # Only their scale and shift: the norm is N.
         self.ln: nn.ModuleList = nn.ModuleList(nn.LayerNorm(size) for _ in range(stages))
-        self._token_weight = config.embedding_weight / config.state_weight
         self.target_size: int = config.vocab_size  # tokens of the target
         for module in (*self.emb, *self.proj, *self.head):
             nn.init.normal_(module.weight, std=size**-0.5)
@@ -86,7 +86,7 @@ class MLPSpeculator(LoadedNetwork):
             modules[min(index, len(modules) - 1)] for modules in (self.emb, self.proj, self.head, self.ln)
         )
         rows = head.weight[: self.num_tokens]
-        return MLPStage(emb.weight, proj.weight, ln.weight, ln.bias, rows, self._token_weight)
+        return MLPStage(emb.weight, proj.weight, ln.weight, ln.bias, rows, self.config.token_weight)
 
     def forward(self, hidden: torch.Tensor, tokens: torch.LongTensor) -> torch.Tensor:
         """Logits `(m, ..., V)` of the first m stages after states `(..., H)` and the text's tokens `(..., m)`."""
@@ -99,7 +99,8 @@ class MLPSpeculator(LoadedNetwork):
     def save(self, folder: str | Path) -> None:
         """Writes `config.json` and `model.safetensors` in the published layout; the folder is made if needed."""
         tensors = {_PREFIX + name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        save_checkpoint(folder, self.config.to_dict(), tensors)
+        config = {"model_type": "mlp_speculator", "architectures": ["MLPSpeculatorPreTrainedModel"]}
+        save_checkpoint(folder, config | asdict(self.config), tensors)
 
 
 class MLPStage(NamedTuple):

@@ -55,13 +55,6 @@ class DominoHead(BlockHead):
         output = walk.block.output[:, walk.position]
         return self.embed_proj(torch.cat((output, walk.state.to(output)), dim=-1))
 
-    def states(self, embedded: torch.Tensor) -> torch.Tensor:
-        """The states `(N, K, G)` after each token of N blocks, by their embeddings `(N, K, h)`, the anchors' first."""
-        states: list[torch.Tensor] = []
-        for position in range(embedded.shape[1]):
-            states.append(self.next_state(embedded[:, position], states[-1] if states else None))
-        return torch.stack(states, dim=1)
-
     def next_state(self, embedded: torch.Tensor, state: torch.Tensor | None) -> torch.Tensor:
         """The state `(R, G)` after another token, by its embedding `(R, h)`; without a state, after the first one."""
         if state is None:
@@ -120,10 +113,12 @@ class DominoRecipe(DominoTraining, DFlashRecipe):
     ) -> tuple[torch.Tensor, Callable[[torch.Tensor], torch.Tensor]]:
         head: Any = network.block_head
         output, (count, size) = blocks.output, blocks.output.shape[2:]
-        embedded = network.embed(blocks.before.flatten(0, 1))
-        states = head.states(embedded).view(*output.shape[:3], -1)
+        states: list[torch.Tensor] = []
+        for embedded in network.embed(blocks.before.flatten(0, 1)).unbind(1):
+            states.append(head.next_state(embedded, states[-1] if states else None))
         is_corrected = (torch.arange(count, device=output.device) >= head.sizes.pure_draft_prefix_len).to(output)
-        read = torch.cat((output, states, is_corrected[:, None].expand(*output.shape[:3], 1)), dim=-1)
+        read_states = torch.stack(states, dim=1).view(*output.shape[:3], -1)
+        read = torch.cat((output, read_states, is_corrected[:, None].expand(*output.shape[:3], 1)), dim=-1)
 
         def logits(rows: torch.Tensor) -> torch.Tensor:
             return network.logits(rows[:, :size]) + rows[:, -1:] * head.embed_proj(rows[:, :-1])

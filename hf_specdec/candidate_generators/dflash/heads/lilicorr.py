@@ -40,8 +40,7 @@ if TYPE_CHECKING:
     from ..network import DFlashConfig, DFlashNetwork
 
 
-# Features of a candidate beside its embedding: see `LiLiCorrHead._features`.
-_NUM_FEATURES = 5
+_NUM_FEATURES = 5  # of a candidate beside its embedding
 
 
 class LiLiCorrHead(BlockHead):
@@ -76,14 +75,22 @@ class LiLiCorrHead(BlockHead):
         _, tokens = best_tokens_of(block.allowed_first(logits), self.sizes.candidate_topk)
         values = logits.gather(-1, tokens)
         count, width = tokens.shape[1:]
+        # (R, K, k, 5): how probable a candidate is, how far from the best, of which rank.
         log_probs = values.float() - logits.float().logsumexp(-1, keepdim=True)
+        ranks = torch.arange(width, device=log_probs.device).expand_as(log_probs)
+        parts = (log_probs, log_probs.exp(), log_probs - log_probs[..., :1], ranks / max(width - 1, 1), ranks == 0)
+        features = torch.stack([part.to(log_probs) for part in parts], dim=-1)
         embedded = block.network.embed(tokens.flatten(1)).view(*tokens.shape, -1)
         states = embedded if self.token_proj is None else self.token_proj(embedded)
         states = states + self.pass_hidden_proj(block.output)[:, :, None]
-        states = states + self.feature_mlp(self.feature_norm(self._features(log_probs).to(states)))
+        states = states + self.feature_mlp(self.feature_norm(features.to(states)))
         states = states + self.slot_embedding[0, :, :count] + self.rank_embedding[0, :, :, :width]
         states = states.flatten(1, 2)
-        bias = self._bias(count, width)
+        # What attention adds between candidates, by the distance of their positions: (heads, K k, K k).
+        slots = torch.arange(count, device=states.device).repeat_interleave(width)
+        distances = slots[:, None] - slots
+        bias = self.relative_slot_bias[:, distances + self.relative_slot_bias.shape[1] // 2]
+        bias = bias + self.same_slot_bias[:, None, None] * (distances == 0)
         for layer in self.layers:
             states = layer(states, bias)
         states = self.output_norm(states)
@@ -99,21 +106,6 @@ class LiLiCorrHead(BlockHead):
 
     def _vectors(self, head: nn.Linear, factors: torch.Tensor) -> torch.FloatTensor:
         return F.normalize(head(factors).float(), dim=-1, eps=self.sizes.vector_eps)
-
-    @staticmethod
-    def _features(log_probs: torch.FloatTensor) -> torch.FloatTensor:
-        """Features `(R, K, k, 5)` of candidates: how probable, how far from the best, which rank."""
-        width = log_probs.shape[-1]
-        ranks = torch.arange(width, device=log_probs.device).expand_as(log_probs)
-        parts = (log_probs, log_probs.exp(), log_probs - log_probs[..., :1], ranks / max(width - 1, 1), ranks == 0)
-        return torch.stack([part.to(log_probs) for part in parts], dim=-1)
-
-    def _bias(self, count: int, width: int) -> torch.Tensor:
-        """Terms that attention adds between candidates, by the distance of their positions: `(heads, K k, K k)`."""
-        slots = torch.arange(count, device=self.same_slot_bias.device).repeat_interleave(width)
-        distances = slots[:, None] - slots
-        bias = self.relative_slot_bias[:, distances + self.relative_slot_bias.shape[1] // 2]
-        return bias + self.same_slot_bias[:, None, None] * (distances == 0)
 
 
 class LatticeMLP(nn.Module):

@@ -27,8 +27,8 @@ from .loop.rows import Group, Rows
 from .metrics import SpecDecodingStats
 from .settings.checks import Bounds, checked
 from .speculator import Speculator
+from .target.cache import row_sizes
 from .target.facts import model_profile
-from .target.store import row_sizes
 from .target_facts import vocabulary_size
 
 

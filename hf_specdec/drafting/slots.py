@@ -23,9 +23,8 @@ from ..kernels.tree_attention import SlotTree, own_bits
 from ..modules import kept_for
 from ..protocol import Prompt
 from ..target.attention import takes_trees
-from ..target.cache import SlotCache
+from ..target.cache import SlotCache, SlotStore
 from ..target.masks import FULL, Span, TreeMask
-from ..target.store import SlotStore
 from ..transfers import RowNumbers, kept_tensor, upload
 from .growth import pick_nodes
 from .state import Entries

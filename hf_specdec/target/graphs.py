@@ -35,10 +35,9 @@ from transformers.utils import logging
 from ..kernels.tree_attention import MAX_NODES
 from ..threads import Lock
 from ..transfers import RowNumbers, holding, on_host
-from .cache import SlotCache
+from .cache import Place, SlotCache, SlotStore, padded_rows, row_sizes
 from .capture import CudaBackend, SharedOutputs, capture_backend
 from .facts import model_profile
-from .store import Place, SlotStore, padded_rows, row_sizes
 
 
 logger = logging.get_logger(__name__)

@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 from hf_specdec.drafts import DraftTree, TreeTopology, chain_topology, static_topology
 from hf_specdec.kernels.tree_attention import MAX_NODES
 from hf_specdec.logits.randomness import RowKeys
+from hf_specdec.target.cache import SlotStore
 from hf_specdec.target.capture import CannotCaptureError, CudaBackend, NoWaiting
 from hf_specdec.target.graphed import NodeInputs
 from hf_specdec.target.masks import FULL, RowPlaces, Span, TreeMask, node_masks, node_positions, slot_tree
-from hf_specdec.target.store import SlotStore
 from tests.helpers.levels import split
 from tests.helpers.tape import TapeBackend, spoil_all
 

@@ -29,7 +29,7 @@ MOST_LINES = {
     "bench": 832,
     "call": 778,
     "loop": 1697,
-    "target": 4758,
+    "target": 4746,
     "logits": 1793,
     "drafting": 1435,
     "candidate_generators": 11120,

@@ -20,7 +20,7 @@ from torch import nn
 
 from ...drafting.state import Entries
 from ...kernels.matches import match_lengths
-from ...target.store import padded_rows
+from ...target.cache import padded_rows
 from ...threads import Lock
 from ...transfers import RowNumbers, upload
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from operator import attrgetter
 from traceback import clear_frames
 from typing import Any
@@ -134,7 +134,8 @@ class Engine:
     @torch.no_grad()
     def step(self) -> list[Row]:
         """Takes in who waits, as many as there is room for, and makes one cycle; returns the rows that have ended."""
-        with self.reader.telling_adapters():
+        adapters = self.reader.adapters
+        with nullcontext() if adapters is None else adapters.told():
             rows: list[Row] = []
             in_flight = 0 if self._loop is None else sum(row.most_tokens for row in self._loop.rows.groups)
             is_gathering = self._gathers and self._loop is not None and self._num_free * _FREE_PART < self._batch_size

@@ -25,7 +25,7 @@ from ..settings.checks import Bounds, checked, is_int
 from ..target_facts import no_target
 from .engine import Engine, engine_of_run
 from .files import Journal, key_of
-from .requests import check_config, several
+from .requests import several
 from .row import RequestResult, error_text
 
 
@@ -260,7 +260,6 @@ def generate_batch(
         raise SpecConfigError(f"generate_batch() takes lists of token ids, got {shown(inputs)}. See generate_many().")
     if not prompts:
         return {}
-    check_config(generation_config)
     if generation_config is not None:
         kwargs["generation_config"] = generation_config
     copies = effective(model, kwargs, "num_return_sequences")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import operator
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import suppress
 from inspect import signature
 from typing import Any
 
@@ -93,7 +93,8 @@ class RequestReader:
         self.arguments: dict[str, Any] = {name: numbers.get(name, value) for name, value in arguments.items()}
         self.arguments["return_dict_in_generate"] = False
         has_adapters = self.arguments.get("adapter_names") is not None
-        self._adapters: AdapterChoice | None = AdapterChoice(model) if has_adapters else None
+        # Requests may each name an adapter of their own.
+        self.adapters: AdapterChoice | None = AdapterChoice(model) if has_adapters else None
         self._stop_criteria: Recent[StopStringCriteria] = Recent(64)
 
     @cached_property
@@ -222,7 +223,7 @@ class RequestReader:
         arguments = {**self.arguments, **settings, **self._copied_functions(settings)}
         top_logprobs = arguments.pop("top_logprobs", None)
         adapters = arguments.pop("adapter_names", None)
-        if self._adapters is None and adapters is not None:
+        if self.adapters is None and adapters is not None:
             raise SpecConfigError(
                 f"`adapter_names`={shown(adapters)} of a request needs one of the run, for requests that name none. "
                 "Pass adapter_names=['__base__'] to the run as well, for no adapter."
@@ -248,9 +249,9 @@ class RequestReader:
         first, size = request.generation_config.forced_bos_token_id, vocabulary_size(self.model)
         if first is not None and first >= size:
             raise SpecConfigError(f"`forced_bos_token_id`={shown(first)} is no token: those are from 0 to {size - 1}.")
-        if self._adapters is not None:
+        if self.adapters is not None:
             adapters = self.arguments["adapter_names"] if adapters is None else adapters
-            request.adapters = [self._adapters.place(adapters)]
+            request.adapters = [self.adapters.place(adapters)]
         if "pad_token_id" not in self.arguments and request.generation_config._pad_token_tensor is not None:
             # Otherwise transformers says for each request that it takes another token for it.
             self.arguments["pad_token_id"] = request.pad_token
@@ -266,10 +267,6 @@ class RequestReader:
         reach = ([1], row.most_tokens - 1) if self.num_places > 1 else ([row.length], row.most_tokens - row.length)
         check_constant_rotary(self.model, *reach)
         return row
-
-    def telling_adapters(self) -> AbstractContextManager[None]:
-        """Lets rows, inside the block, have adapters of their own, where requests name some."""
-        return nullcontext() if self._adapters is None else self._adapters.told()
 
     def _copied_functions(self, settings: dict[str, Any]) -> dict[str, Any]:
         """Copies of the processors and criteria of all requests, which may remember what they have seen."""
@@ -315,7 +312,7 @@ class RequestReader:
             "stop_strings": None,
         }
         request = prepare_request(self.model, self._in_one_config(arguments))
-        if self._adapters is not None:
+        if self.adapters is not None:
             request.adapters = [name for row in rows for name in row.request.adapters or ()]
         return request
 
@@ -360,12 +357,6 @@ def seed_of(seed: int) -> int:
     return seed_from_torch(torch.Generator().manual_seed(int(seed)))
 
 
-def check_config(config: Any) -> None:
-    """Refuses what is no generation config."""
-    if config is not None and not isinstance(config, GenerationConfig):
-        raise SpecConfigError(f"`generation_config` takes a GenerationConfig, got a {type(config).__name__}.")
-
-
 def _check_inputs(arguments: Mapping[str, Any], of_forwards: Container[str]) -> None:
     """Refuses arguments that the forward would read, of whose names `of_forwards` has some."""
     read = [name for name, value in arguments.items() if name in of_forwards and value is not None]
@@ -379,7 +370,8 @@ def _check_inputs(arguments: Mapping[str, Any], of_forwards: Container[str]) -> 
 def _check(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Refuses arguments that rows of one loop cannot have; returns the numbers among them as Python's own."""
     config = arguments.get("generation_config")
-    check_config(config)
+    if config is not None and not isinstance(config, GenerationConfig):
+        raise SpecConfigError(f"`generation_config` takes a GenerationConfig, got a {type(config).__name__}.")
     for name in arguments:
         if not isinstance(name, str) or not name or name in _INTERNAL:
             raise SpecConfigError(f"A request has no setting {name!r}. Leave it out.")

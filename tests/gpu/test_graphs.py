@@ -19,7 +19,7 @@ from transformers.generation import LogitsProcessor, LogitsProcessorList
 from hf_specdec.call import build
 from hf_specdec.kernels.indexing import arange
 from hf_specdec.kernels.tree_attention import MAX_NODES
-from hf_specdec.target import capture, graphs, store
+from hf_specdec.target import cache, capture, graphs
 from hf_specdec.target.cache import SlotCache
 from hf_specdec.target.capture import CudaBackend, SharedOutputs
 from hf_specdec.target.graphs import CallGraphs, call_graphs
@@ -35,7 +35,7 @@ from tests.helpers.threads import in_threads
 @pytest.fixture
 def small_slots(monkeypatch):
     """Calls begin with room for hardly more than their prompts."""
-    monkeypatch.setattr(store, "_LEAST_SLOTS", 1)
+    monkeypatch.setattr(cache, "_LEAST_SLOTS", 1)
     monkeypatch.setattr(build, "SlotCache", lambda capacity, limit: SlotCache(12, limit))
 
 

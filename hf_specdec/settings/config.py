@@ -39,7 +39,7 @@ from .names import (
     spellings_of,
     value_of,
 )
-from .values import QUANTIZATION_ALIASES, lengths_by_batch_size, owners, plain_path, token_tree, torch_name
+from .spellings import QUANTIZATION_ALIASES, lengths_by_batch_size, owners, plain_path, token_tree, torch_name
 
 
 CONFIG_NAME = "speculation_config.json"

@@ -20,8 +20,7 @@ def check_combinations(config: SpeculativeConfig) -> None:
     """Raises a [`SpecConfigError`] where two settings exclude each other; `options` are made later."""
     _check_acceptance_rule(config)
     _check_model_settings(config)
-    _check_token_tree(config)
-    _check_lengths(config)
+    _check_shapes(config)
 
 
 def _check_acceptance_rule(config: SpeculativeConfig) -> None:
@@ -59,21 +58,15 @@ def _check_model_settings(config: SpeculativeConfig) -> None:
             )
 
 
-def _check_lengths(config: SpeculativeConfig) -> None:
-    k, lengths = config.fixed_length, config.num_speculative_tokens_per_batch_size
-    if lengths is None or k is None or config.speculative_token_tree is not None:
-        return
-    longest = max(length or 0 for _, length in lengths)
-    if longest > k:
-        raise SpecConfigError(
-            f"`num_speculative_tokens_per_batch_size` has k={longest}, more than `num_speculative_tokens`={k}, "
-            "which is the most. Raise or leave out `num_speculative_tokens`."
-        )
-
-
-def _check_token_tree(config: SpeculativeConfig) -> None:
-    tree, k = config.speculative_token_tree, config.fixed_length
+def _check_shapes(config: SpeculativeConfig) -> None:
+    tree, k, lengths = config.speculative_token_tree, config.fixed_length, config.num_speculative_tokens_per_batch_size
     if tree is None:
+        longest = max((length or 0 for _, length in lengths or ()), default=0)
+        if k is not None and longest > k:
+            raise SpecConfigError(
+                f"`num_speculative_tokens_per_batch_size` has k={longest}, more than `num_speculative_tokens`={k}, "
+                "which is the most. Raise or leave out `num_speculative_tokens`."
+            )
         return
     # Of a combination the one with weights.
     method = drafting_method(config.method)

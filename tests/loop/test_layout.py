@@ -41,7 +41,7 @@ MOST_LINES = {
     "kernels": 4239,
     "many": 1815,
     "serving": 1547,
-    "settings": 1234,
+    "settings": 1216,
     "metrics": 1380,
     "integrations": 478,
     "hub": 1952,

@@ -40,7 +40,7 @@ from ...kernels.tree_attention import MAX_NODES
 from ...protocol import Commit, DeviceCommit, DraftStep, Prompt, Session
 from ...settings import SpeculativeConfig
 from ...settings.checks import Options, draft_sample_method_field, parallel_drafting_field, setting
-from ...settings.values import plain_path
+from ...settings.spellings import plain_path
 from ...target.cache import SlotCache
 from ...target.facts import model_profile
 from ...target.graphs import CallGraphs, Variant, call_graphs

@@ -64,16 +64,13 @@ class Decoder:
         return sum(tensor.nbytes for pointer, tensor in tensors.items() if pointer not in own)
 
 
-def plain_decoder() -> Decoder:
-    # The settings of a generation config must not speed up the baseline.
-    return Decoder(PLAIN, {"spec_method": "off"})
-
-
 def with_baselines(model: PreTrainedModel, decoders: Sequence[Decoder], stock: bool = False) -> list[Decoder]:
     """These ways after plain generation, the loop without drafts, and if asked for transformers' own."""
     (undrafted,) = load_decoders(model, [NO_DRAFTS])
     others = [decoder for decoder in decoders if decoder.settings != undrafted.settings]
-    return [plain_decoder(), undrafted, *(stock_decoders(others) if stock else []), *others]
+    # The settings of a generation config must not speed up the baseline.
+    plain = Decoder(PLAIN, {"spec_method": "off"})
+    return [plain, undrafted, *(stock_decoders(others) if stock else []), *others]
 
 
 def load_decoders(model: PreTrainedModel, specs: Sequence[Any], *, names: Sequence[str | None] = ()) -> list[Decoder]:
@@ -135,21 +132,18 @@ def _tensors(module: torch.nn.Module) -> list[torch.Tensor]:
 
 def _distinct(titles: Sequence[str], configs: Sequence[SpeculativeConfig]) -> list[str]:
     """Names by title; those that would be the same have their settings appended."""
-    names = [
-        title if titles.count(title) == 1 else "_".join([title, *_variant(config)])
-        for title, config in zip(titles, configs)
-    ]
+    names: list[str] = []
+    for title, config in zip(titles, configs):
+        parts = []
+        if titles.count(title) > 1:
+            settings = config.to_dict()
+            model, _ = settings.pop("model", None), settings.pop("method", None)
+            length = settings.pop("num_speculative_tokens", None)
+            parts = [] if length is None else [f"k{length}"]
+            parts += [f"{key}={value}" for key, value in settings.items()]
+            parts = parts or ([Path(str(model)).name] if model else [])
+        names.append("_".join([title, *parts]))
     return [
         name if names.count(name) == 1 else f"{name}_{names[: index + 1].count(name)}"
         for index, name in enumerate(names)
     ]
-
-
-def _variant(config: SpeculativeConfig) -> list[str]:
-    settings = config.to_dict()
-    model = settings.pop("model", None)
-    settings.pop("method", None)
-    length = settings.pop("num_speculative_tokens", None)
-    parts = [] if length is None else [f"k{length}"]
-    parts += [f"{key}={value}" for key, value in settings.items()]
-    return parts or ([Path(str(model)).name] if model else [])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -150,9 +151,13 @@ def _details(rounds: Sequence[Round], with_texts: Sequence[Round], name: str) ->
     percentiles = {f"p{share}": float(np.percentile(cycles, share)) for share in (50, 95, 99) if len(cycles)}
     stats = [call.stats for call in calls if call.stats is not None]
     memory = [call.memory_bytes for call in calls if call.memory_bytes is not None]
+    drafted = [call.stats for one in with_texts for call in one[name] if call.stats is not None]
+    accepted = [one.num_accepted_tokens_per_pos for one in drafted]
+    num_drafts = sum(one.num_drafts for one in drafted)
     return {
         "cycle_seconds": None if not len(cycles) else {**percentiles, "n": len(cycles)},
-        "accepted_per_position": _accepted_per_position([call for one in with_texts for call in one[name]]),
+        # Share of the drafts of which at least 1, 2, ... tokens were accepted.
+        "accepted_per_position": [sum(counts) / num_drafts for counts in zip_longest(*accepted, fillvalue=0)],
         "peak_memory_bytes": max(memory, default=None),
         "is_lossless": all(one.is_lossless for one in stats),
         "notes": _distinct([note for one in stats for note in one.notes]),
@@ -167,15 +172,6 @@ def _distinct(notes: Sequence[str]) -> list[str]:
     return [
         group[0] if len(set(group)) == 1 else f"{group[0]} (in one of {len(group)} calls)" for group in alike.values()
     ]
-
-
-def _accepted_per_position(calls: Sequence[Call]) -> list[float]:
-    """Share of the drafts of which at least 1, 2, ... tokens were accepted."""
-    stats = [call.stats for call in calls if call.stats is not None and call.stats.num_drafts]
-    depth = max((len(one.num_accepted_tokens_per_pos) for one in stats), default=0)
-    counts = [[*one.num_accepted_tokens_per_pos, *[0] * depth][:depth] for one in stats]
-    drafts = [one.num_drafts for one in stats]
-    return [sum(accepted) / sum(drafts) for accepted in zip(*counts)]
 
 
 def _same_texts(rounds: Sequence[Round], name: str, batches: Sequence[Batch]) -> dict[str, Any]:

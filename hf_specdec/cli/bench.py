@@ -100,6 +100,9 @@ def bench_command(
         "max_new_tokens": max_new_tokens,
         "rounds_asked": rounds,
     }
+    from ..bench.decoders import STOCK
+    from ..diagnosis import recommend as recommended
+
     with target.loaded(for_report=True) as (loaded, tokenizer):
         asked["chat_template"] = has_template(tokenizer, raw)
         batches = {size: tokenised(texts, loaded, tokenizer, size, raw, fill=not check) for size in sizes}
@@ -113,8 +116,6 @@ def bench_command(
                 report = choices.measured(batches, sampled, asked, **run, stock=True, begin=begin)
     advice = None
     if recommend:
-        from ..diagnosis import recommend as recommended
-
         advice = recommended(report, choices, sizes[0])
         report["recommendation"] = advice.to_dict()
     if output is not None:
@@ -125,7 +126,14 @@ def bench_command(
     show(report, as_json, lambda: _print_check(report) if check else _print_bench(report, advice))
     if report.get("settings", {}).get("interrupted"):
         raise typer.Exit(EXIT_INTERRUPTED)
-    if any(row["num_bugs"] for row in report["methods"]) if check else _differs_in_float32(report):
+    if check:
+        has_failed = any(row["num_bugs"] for row in report["methods"])
+    else:
+        # Where no rounding of a narrow type explains a difference, greedy texts are those of plain generation.
+        own = [row for row in report["rows"] if not row["method"].startswith(STOCK) and row["is_lossless"]]
+        is_exact = report["environment"]["dtype"] in ("float32", "float64")
+        has_failed = is_exact and any(row["identical"] is False for row in own)
+    if has_failed:
         raise typer.Exit(EXIT_DIFFERENT)
 
 
@@ -183,15 +191,6 @@ def _check_lengths(model: PreTrainedModel, batches: Iterable[Batch]) -> None:
                     f"Prompt '{name}' has {length} tokens, and with {batch.max_new_tokens} new ones is longer than "
                     f"the target's context of {longest}. Lower --max-new-tokens, or take it out."
                 )
-
-
-def _differs_in_float32(report: Mapping[str, Any]) -> bool:
-    """Where no rounding of a narrow type explains a difference, greedy texts are those of plain generation."""
-    from ..bench.decoders import STOCK
-
-    is_exact = report["environment"]["dtype"] in ("float32", "float64")
-    own = [row for row in report["rows"] if not row["method"].startswith(STOCK)]
-    return is_exact and any(row["identical"] is False and row["is_lossless"] for row in own)
 
 
 # ------------------------------------------------------------------------------------------------------------ printing

@@ -164,7 +164,16 @@ def network_findings(
     network = speculator.generator_class.network(speculator.resources)
     if network is None:
         return
-    yield from _weight_findings(network)
+    matrices = {name: tensor for name, tensor in network.named_parameters() if tensor.is_floating_point()}
+    broken = [name for name, tensor in matrices.items() if not bool(tensor.isfinite().all())]
+    empty = [name for name, tensor in matrices.items() if tensor.dim() > 1 and not bool(tensor.any())]
+    if broken:
+        yield Finding("fit", "error", f"NaN or infinite values in {_few(broken)}.", "Pass an undamaged checkpoint.")
+    if empty:
+        yield Finding("fit", "warning", f"Nothing but zeros in {_few(empty)}.", "Is it trained to the end?")
+    if not broken and not empty:
+        count = sum(tensor.numel() for tensor in matrices.values())
+        yield Finding("fit", "ok", f"{count / 1e6:.2f} M parameters, all finite.")
     yield from _dtype_findings(network, target_model, files)
     names = active_adapters(target_model)
     if names and getattr(network, "target_hidden_states", ()):
@@ -179,19 +188,6 @@ def network_findings(
     if ids is not None:
         size = vocabulary_size(target_model)
         yield Finding("vocabulary", "ok", f"{len(ids)} of the target's {size} tokens can be drafted.")
-
-
-def _weight_findings(network: nn.Module) -> Iterator[Finding]:
-    matrices = {name: tensor for name, tensor in network.named_parameters() if tensor.is_floating_point()}
-    broken = [name for name, tensor in matrices.items() if not bool(tensor.isfinite().all())]
-    empty = [name for name, tensor in matrices.items() if tensor.dim() > 1 and not bool(tensor.any())]
-    if broken:
-        yield Finding("fit", "error", f"NaN or infinite values in {_few(broken)}.", "Pass an undamaged checkpoint.")
-    if empty:
-        yield Finding("fit", "warning", f"Nothing but zeros in {_few(empty)}.", "Is it trained to the end?")
-    if not broken and not empty:
-        count = sum(tensor.numel() for tensor in matrices.values())
-        yield Finding("fit", "ok", f"{count / 1e6:.2f} M parameters, all finite.")
 
 
 def _dtype_findings(network: nn.Module, target_model: PreTrainedModel, files: RepoFiles | None) -> Iterator[Finding]:

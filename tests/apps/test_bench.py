@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from hf_specdec import cli, demo
 from hf_specdec.bench import engine, prompts, report
-from hf_specdec.bench.decoders import Decoder, plain_decoder
+from hf_specdec.bench.decoders import Decoder
 from hf_specdec.bench.engine import Call, Measurement
 from hf_specdec.bench.prompts import Batch, Prompt, read_prompts
 from hf_specdec.errors import SpecConfigError
@@ -101,7 +101,7 @@ def test_figures_of_known_calls():
     for seconds in (1.0, 2.0, 3.0):
         drafted = [call(seconds, one, **counts) for one in (text, other)]
         rounds.append({1: {"plain": [call(6.0, text), call(3.0, text)], "ngram": drafted}})
-    measured, ways = Measurement({1: batches}, rounds), [plain_decoder(), Decoder("ngram", {})]
+    measured, ways = Measurement({1: batches}, rounds), [Decoder("plain", {}), Decoder("ngram", {})]
     weights = SimpleNamespace(parameters=list, buffers=list)
     plain, row = report.make_rows(weights, ways, measured, greedy=True)
     assert (plain["tokens_per_second"], plain["mean_acceptance_length"]) == (18 / 9, 1.0)

@@ -188,7 +188,7 @@ def build_processor(
 
     def process(dataset: Any) -> Any:
         if preprocess is not None:
-            dataset = dataset.map(lambda row: {**row, **preprocess(row)})
+            dataset = dataset.map(lambda row, add=preprocess: {**row, **add(row)})
         dataset = dataset.map_batches(
             SpecGenerate,
             fn_constructor_kwargs=arguments,

@@ -68,7 +68,7 @@ class SpeculationCallback(TrainerCallback):
         if refresh is not None and least_acceptance_length is None:
             raise SpecConfigError("`refresh` is called below `least_acceptance_length`. Say what is too little.")
         self._most_text_age, self._least, self._refresh = most_text_age, least_acceptance_length, refresh
-        self._steps = deque[SpecDecodingStats](maxlen=window)
+        self._window, self._steps = window, deque[SpecDecodingStats](maxlen=window)
         self._record, self._unlogged = Record(), SpecDecodingStats()
         self._trainer: Any = None
         self._model_name: str | None = None
@@ -127,10 +127,10 @@ class SpeculationCallback(TrainerCallback):
             return
         self._steps.append(new)
         length = SpecDecodingStats.total(self._steps).mean_acceptance_length
-        if len(self._steps) < self._steps.maxlen or length >= self._least:
+        if len(self._steps) < self._window or length >= self._least:
             return
         self._steps.clear()
-        finding = f"The drafter has grown stale: {length:.2f} tokens per verification over {self._steps.maxlen} steps"
+        finding = f"The drafter has grown stale: {length:.2f} tokens per verification over {self._window} steps"
         if self._refresh is None:
             logger.warning(f"{finding}. Speculation is switched off.")
             _switch_off(self._trainer.generation_config)

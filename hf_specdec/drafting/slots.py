@@ -183,7 +183,7 @@ class DraftEntries(DraftSlots):
             # What the last level sees, where it was asked for: bits of nodes, or the mask `(R, F, columns)`.
             self._seen: torch.Tensor | None = None
         first, count = self.num_read, tokens.shape[1]
-        depth = self._depths[-1] + 1 if first else 0
+        depth = len(set(self._depths))
         self._depths += (depth,) * count
         self.num_read += count
         positions, is_chain = self._draft.positions[:, depth : depth + 1], self.num_read == depth + 1
@@ -207,8 +207,8 @@ class DraftEntries(DraftSlots):
                 # At first what the last entry of each row sees, and a chain after it.
                 last = SlotTree(slots[:, 0] - 1, starts, num_queries=1)
                 before = TreeMask(last, FULL).additive(draft.plan.columns, self.dtype)[:, 0]
-            self._seen = pick_nodes(before, parents).scatter_(2, slots[..., None], 0.0)
-            return self._seen[:, None, :, : self.cache.plan.columns]
+            self._seen = seen = pick_nodes(before, parents).scatter_(2, slots[..., None], 0.0)
+            return seen[:, None, :, : self.cache.plan.columns]
         itself = own_bits(draft.slots.shape[1], self.device)
         bits = itself[None, first : self.num_read]
         if first:

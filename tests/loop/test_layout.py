@@ -31,7 +31,7 @@ MOST_LINES = {
     "loop": 1697,
     "target": 4746,
     "logits": 1793,
-    "drafting": 1435,
+    "drafting": 1434,
     "candidate_generators": 11120,
     "drafts": 654,
     "checkpoints": 2129,

@@ -108,7 +108,7 @@ def build(
         for group in groups:
             rows.enter(group)
             judging.enter(group, len(rows.active) - 1, None if recorder is None else recorder.scores)
-            if why := group.verifier.why_equal or _why_equal(group):
+            if why := group.verifier.why_equal:
                 judging.keep_equal(why)
         wants_states = recorder is not None and recorder.wants_states
         target = _target(request, drafter, room, wants_states)
@@ -148,19 +148,6 @@ def build(
     if session.device.type != "cpu" or target.graphs is not None:
         ahead = Ahead(rows, drafter, target, judging, session, stats, seen)
     return DecodingLoop(request, session, rows, drafter, target, judging, seen, stats, ahead)
-
-
-def _why_equal(group: Group) -> str | None:
-    """What makes all rows advance by the same number of tokens, in words."""
-    request, profile = group.request, model_profile(group.request.model)
-    if request.batch_size > 1 and profile.counts_slots:
-        return "the target model tells positions from the order of its cache"
-    if request.keeps_cache and profile.is_recurrent and group.texts.may_cut_back:
-        return (
-            "stopping criteria may end a row before its last tokens, and the cache to be returned has a recurrent "
-            "state, which cannot be cut back"
-        )
-    return None
 
 
 def _target(request: Request, drafter: CandidateGenerator, room: int, wants_states: bool) -> SlotModel:

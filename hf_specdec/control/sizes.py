@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import ClassVar
 
@@ -66,18 +67,18 @@ class DraftSizes:
             self.rating.observe(expected, sum(num_accepted) / draft.batch_size)
 
 
+@dataclass(eq=False)
 class _RatedDrafts:
     """Drafts of one kind: what their drafter foresees of them, of which one draft in a few is read."""
 
     keeps_places: ClassVar[bool]  # a probability has the same meaning in a draft of another size
 
-    def __init__(self, latency: LatencyModel, rating: RatingFactor):
-        self.latency = latency
-        self.rating = rating
-        self.probabilities: list[float] = []  # running means
-        self._num_drafts = 0
-        self._arriving: PendingRead | None = None
-        self._depth = 0  # of the draft whose probabilities arrive
+    latency: LatencyModel
+    rating: RatingFactor
+    probabilities: list[float] = field(default_factory=list)  # running means
+    _num_drafts: int = 0
+    _arriving: PendingRead | None = None
+    _depth: int = 0  # of the draft whose probabilities arrive
 
     def _learns(self, foreseen: Callable[[], torch.Tensor], depth: int) -> bool:
         """Reads the probabilities of a draft while the device goes on, and tells whether means have changed."""

@@ -29,6 +29,7 @@ from ..logits.grammar.matchers import NodeMasks
 from ..logits.processors import ProcessorStack
 from ..logits.randomness import RowUniforms
 from ..logits.rules import CapturedJudge, StandardRule
+from ..target.facts import model_profile
 from ..target.forward import Part
 from ..transfers import PackedTables, PendingRead, take_nodes
 from .cycle import Cycle, Pending, Verdict, no_token_error
@@ -122,12 +123,20 @@ class Verifier:
         self.walks: bool = stack.walks and not rule.judges_whole_drafts
         self._scores_of_a_step = _PROCESSED_OF_A_STEP if stack.processors else _SCORES_OF_A_STEP
         self._needs_scores = rule.samples or bool(stack.processors) or recorder is not None
+        request, profile = group.request, model_profile(group.request.model)
         if stack.unknown_names:
             names = ", ".join(stack.unknown_names)
             unknown = f"logits processors that this package does not know ({names})"
             self._check_order(f"{unknown} must see one after the other")
-            if len(group.texts.ends) > 1:
+            if request.batch_size > 1:
                 self.keep_equal(f"{unknown} see the whole batch at once")
+        elif request.batch_size > 1 and profile.counts_slots:
+            self.keep_equal("the target model tells positions from the order of its cache")
+        elif request.keeps_cache and profile.is_recurrent and group.texts.may_cut_back:
+            self.keep_equal(
+                "stopping criteria may end a row before its last tokens, and the cache to be returned has a recurrent "
+                "state, which cannot be cut back"
+            )
 
     def keep_equal(self, why: str) -> None:
         """Makes all rows advance by the same number of tokens from now on."""

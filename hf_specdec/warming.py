@@ -22,7 +22,6 @@ from .call.entry import prepare_request
 from .control import ControlProfile
 from .drafts import DraftTree
 from .loader import load_speculator
-from .loop.loop import DecodingLoop
 from .loop.rows import Group, Rows
 from .metrics import SpecDecodingStats
 from .settings.checks import Bounds, checked
@@ -135,19 +134,13 @@ def _call(
         group = Group(request)
         loop = build(request, speculator, Rows(request.batch_size), [group], is_reported=False)
         with closing(loop):
-            _go_through_sizes(loop, group)
+            loop.begin()
+            rows = loop.rows
+            # Sizes of verifications, first that without a draft, of which nothing is kept, then depths of drafts.
+            loop.verify(rows.step(0), DraftTree.empty(len(rows.active), loop.session.device))
+            for depth in range(loop.drafter.num_speculative_tokens, 0, -1):
+                group.most_draft_tokens = depth
+                if not rows.all_finished:
+                    loop.cycle()
             loop.end()
     return loop.stats
-
-
-def _go_through_sizes(loop: DecodingLoop, group: Group) -> None:
-    """Goes through the sizes of verifications, and then through the depths of drafts."""
-    loop.begin()
-    rows = loop.rows
-    # A verification without a draft, of which nothing is kept.
-    step = rows.step(0)
-    loop.verify(step, DraftTree.empty(len(rows.active), loop.session.device))
-    for depth in range(loop.drafter.num_speculative_tokens, 0, -1):
-        group.most_draft_tokens = depth
-        if not rows.all_finished:
-            loop.cycle()

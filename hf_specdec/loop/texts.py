@@ -131,9 +131,12 @@ class Texts:
             if has_ended or end >= self.max_length:
                 self._end(row, end)
             kept.append(tokens)
-        if self._strings:
-            for row, begin in zip(rows, begins):
-                self._find_string(row, begin)
+        for row, begin in zip(rows, begins if self._strings else []):
+            for length in range(begin + 1, self.lengths[row] + 1):
+                # It reads the end of the text, for every token: not from a device, where the text would have to go.
+                if bool(self._strings(self.columns(length, row=row), None)):
+                    self._end(row, length)
+                    break
         if self._others:
             self._show_columns()
         if self._times and any(bool(c(self.columns(1, row=0), None)) for c in self._times):
@@ -163,14 +166,6 @@ class Texts:
             self.num_cut_back += length - column
             self._tokens[row, column:length] = self.pad_token
             self.lengths[row] = column
-
-    def _find_string(self, row: int, begin: int) -> None:
-        """Ends a row where its first stop string does, after column `begin`."""
-        for length in range(begin + 1, self.lengths[row] + 1):
-            # It reads the end of the text, for every token: not from a device, where the text would have to go first.
-            if bool(self._strings(self.columns(length, row=row), None)):
-                self._end(row, length)
-                return
 
     def _show_columns(self) -> None:
         """Shows criteria every column that all rows have reached, until all have ended."""

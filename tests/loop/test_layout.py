@@ -27,15 +27,15 @@ MOST_LINES = {
     "cli": 1795,
     "diagnosis": 1222,
     "bench": 822,
-    "call": 778,
-    "loop": 1697,
+    "call": 765,
+    "loop": 1701,
     "target": 4746,
     "logits": 1793,
     "drafting": 1434,
     "candidate_generators": 11120,
     "drafts": 654,
     "checkpoints": 2129,
-    "control": 1213,
+    "control": 1214,
     "training": 1457,
     "layers": 1409,
     "kernels": 4239,
@@ -48,7 +48,7 @@ MOST_LINES = {
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.
-MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 342, 85
+MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 334, 84
 
 # Of a method, beside the heads of blocks.
 MOST_FILES_OF_A_METHOD, MOST_NAMES_FROM_DRAFTING = 5, 12
@@ -57,7 +57,7 @@ STORY = (
     *("loop/loop.py", "loop/rows.py", "loop/texts.py", "loop/judging.py", "loop/walk.py", "loop/ahead.py"),
     "target/model.py",
 )
-MOST_LINES_OF_THE_STORY = 1437
+MOST_LINES_OF_THE_STORY = 1441
 
 
 def num_lines(path: Path) -> int:

@@ -125,8 +125,7 @@ class Verifier:
         self._needs_scores = rule.samples or bool(stack.processors) or recorder is not None
         request, profile = group.request, model_profile(group.request.model)
         if stack.unknown_names:
-            names = ", ".join(stack.unknown_names)
-            unknown = f"logits processors that this package does not know ({names})"
+            unknown = f"logits processors that this package does not know ({', '.join(stack.unknown_names)})"
             self._check_order(f"{unknown} must see one after the other")
             if request.batch_size > 1:
                 self.keep_equal(f"{unknown} see the whole batch at once")

@@ -209,10 +209,7 @@ class Rows:
         return first.draft_stack if is_one else None
 
     def append(self, rows: list[int], token_lists: list[list[int]]) -> list[list[int]]:
-        """Appends to each row what its stopping rules keep of some tokens, and returns that.
-
-        It is one token of each row of a group whose criteria fail.
-        """
+        """Appends to each row what its stopping rules keep of some tokens, one token where they fail; returns it."""
         kept: list[list[int]] = []
         for group, members in groupby(zip(map(self.at, rows), token_lists), key=lambda member: member[0][0]):
             places, lists = zip(*members)

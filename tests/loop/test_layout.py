@@ -28,7 +28,7 @@ MOST_LINES = {
     "diagnosis": 1222,
     "bench": 822,
     "call": 765,
-    "loop": 1701,
+    "loop": 1697,
     "target": 4746,
     "logits": 1793,
     "drafting": 1434,
@@ -57,7 +57,7 @@ STORY = (
     *("loop/loop.py", "loop/rows.py", "loop/texts.py", "loop/judging.py", "loop/walk.py", "loop/ahead.py"),
     "target/model.py",
 )
-MOST_LINES_OF_THE_STORY = 1441
+MOST_LINES_OF_THE_STORY = 1437
 
 
 def num_lines(path: Path) -> int:

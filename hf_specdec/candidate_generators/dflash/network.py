@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ class DFlashConfig(DraftConfig):
     @property
     def suits_trees(self) -> bool:
         """Made for trees: by its head, or as JetSpec's with causal blocks whose layers have no window."""
-        return self.head.suits_trees or (bool(self.views) and set(self.views) == {BlockView(causal=True)})
+        return self.head.suits_trees or set(self.views) == {BlockView(causal=True)}
 
     @property
     def needs(self) -> TargetNeeds:
@@ -311,13 +312,11 @@ class DFlashLayer(DecoderLayer):
         parts: dict[str, Any] = self._modules
         if "attention_conv" not in parts:
             return super().forward(stream, angles, mask, cache)
-        attention, mlp = parts["self_attn"], parts["mlp"]
+        attention = partial(parts["self_attn"], angles=angles, mask=mask, cache=cache)
         normed = parts["input_layernorm"](stream)
-        stream = stream + parts["attention_conv"](
-            normed, lambda convolved: attention(convolved, angles, mask, cache), block_size
-        )
+        stream = stream + parts["attention_conv"](normed, attention, block_size)
         normed = parts["post_attention_layernorm"](stream)
-        return stream + parts["mlp_conv"](normed, mlp, block_size)
+        return stream + parts["mlp_conv"](normed, parts["mlp"], block_size)
 
 
 class BlockConvolution(nn.Module):

@@ -2,8 +2,7 @@
 
 Cai et al. 2024 (arXiv:2401.10774). Head i sees the state from which the anchor was predicted, but not the anchor, and
 guesses the i-th token after it. The candidates of the heads are combined to a static tree: the node of path
-(r_1, .., r_d) carries the candidate of rank r_d of head d. Checkpoints:
-[`~candidate_generators.medusa.network`].
+(r_1, .., r_d) carries the candidate of rank r_d of head d.
 
 On a GPU the candidates come from one graph, whatever the tree is, so that a tree may change. With a least probability
 the tree is not static: it has the most probable paths of a row's candidates ([`~drafting.prefixes`]).
@@ -165,7 +164,7 @@ class MedusaCandidateGenerator(NetworkGenerator):
         heads, options, session = self.network, self.options, self.session
         paths, length = self.config.speculative_token_tree, self.config.num_speculative_tokens
         self.num_nodes = options.num_draft_nodes or _NUM_NODES
-        self.node_cost = 0.0  # of verifying a node, as a share of a cycle without any
+        self.node_cost: float = 0.0  # of verifying a node, as a share of a cycle without any
         if options.num_draft_nodes is None and session.device.type == "cpu":
             # Measured: a node in each of B rows costs what B / (5 + 5 B) such cycles do in float32, B / (18 + 5 B) in
             # half precision, since small products are bound by arithmetic. The published trees were made for GPUs,

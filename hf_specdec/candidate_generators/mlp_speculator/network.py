@@ -44,6 +44,7 @@ class MLPSpeculator(LoadedNetwork):
     def __init__(self, config: MLPSpeculatorConfig):
         super().__init__()
         self.config = config
+        self.needs: TargetNeeds = config.needs
         size, vocab_size = config.width, config.vocab_size
         stages = 1 if config.tie_weights else config.n_predict
         # Stage 0 reads the target's width, so that tied projections are two.
@@ -57,10 +58,6 @@ class MLPSpeculator(LoadedNetwork):
         self.target_size: int = config.vocab_size  # tokens of the target
         for module in (*self.emb, *self.proj, *self.head):
             nn.init.normal_(module.weight, std=size**-0.5)
-
-    @property
-    def needs(self) -> TargetNeeds:
-        return self.config.needs
 
     def fitted(
         self, config: SpeculativeConfig, target_model: nn.Module, reader: CheckpointReader | None = None

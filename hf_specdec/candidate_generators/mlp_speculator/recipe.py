@@ -60,10 +60,8 @@ class MLPSpeculatorRecipe(MLPSpeculatorTraining, HeadsRecipe):
 
 @torch.no_grad()
 def _begin_with_directions(network: MLPSpeculator, lm_head: torch.Tensor) -> None:
-    """Initialises a speculator with the main directions of the rows `(V, H)` of the target's lm_head: stage 0 projects
-    the state onto them, and all embeddings and heads are the tokens' coordinates there. A speculator of the target's
-    width or more, or for an lm_head that only its module can read, keeps its random weights.
-    """
+    """Lets stage 0 project onto the main directions of an lm_head `(V, H)`, where tokens have their coordinates."""
+    # A speculator of the target's width or more, or for an lm_head that only its module can read, stays random.
     width = network.config.width
     rows = numbers_of(lm_head)
     if rows is None or width >= rows.shape[1]:

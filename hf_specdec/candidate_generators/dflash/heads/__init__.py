@@ -66,10 +66,9 @@ class BlockHead(nn.Module):
         return {}
 
     def remember(self, kept: Memory, fused: torch.Tensor, new: Entries) -> Memory:
-        """What a block after new tokens of the text is told of them.
+        """What a block after new tokens is told of them; `fused` `(R, C, h)` is what layers see of those before them.
 
-        `fused` `(R, C, h)` is what the layers see of the tokens before the new ones. What is kept is replaced in
-        place; while a prompt is read, that is nothing.
+        What is kept is replaced in place; while a prompt is read, that is nothing.
         """
         return {}
 

@@ -136,12 +136,8 @@ def make_card(
     data["library_name"] = "transformers" if is_whole_model else "hf_specdec"
     data["pipeline_tag"] = "text-generation"
     kind = ["draft-model"] if takes_model(config.method) else []
-    own_tags = [
-        "speculative-decoding",
-        *kind,
-        *parts_of(config.method),
-        *(engine.lower() for engine in commands if commands[engine]),
-    ]
+    served_by = [engine.lower() for engine, command in commands.items() if command]
+    own_tags = ["speculative-decoding", *kind, *parts_of(config.method), *served_by]
     data["tags"] = list(dict.fromkeys([*texts_in(data.get("tags")), *own_tags, *tags]))
     if license is not None:
         data["license"] = license

@@ -32,12 +32,6 @@ class Part(NamedTuple):
     calls: Sequence[ToolCall] = ()
 
 
-def joined(parts: list[Part]) -> Part:
-    """Several parts as one."""
-    texts, tokens, calls = zip(*parts) if parts else ((), (), ())
-    return Part("".join(texts), [*chain(*tokens)], [*chain(*calls)])
-
-
 class Form:
     """The form of the answers to one request, whole or in chunks; log-probabilities need the text of a token."""
 
@@ -45,10 +39,12 @@ class Form:
         self._is_chat, self._has_logprobs, self._text_of = is_chat, text_of is not None, text_of or str
         self._head = {"id": name, "created": int(time.time()), "model": model}
 
-    def whole(self, choices: list[tuple[Part, str]], usage: dict[str, Any]) -> dict[str, Any]:
-        """All choices, each a text and why it has ended."""
+    def whole(self, choices: list[tuple[list[Part], str]], usage: dict[str, Any]) -> dict[str, Any]:
+        """All choices, each the parts of a text and why it has ended."""
         listed = []
-        for index, (part, reason) in enumerate(choices):
+        for index, (parts, reason) in enumerate(choices):
+            texts, tokens, calls = zip(*parts) if parts else ((), (), ())
+            part = Part("".join(texts), [*chain(*tokens)], [*chain(*calls)])
             message: dict[str, Any] = {"role": "assistant", "content": part.text}
             if part.calls:
                 message |= {"content": part.text or None, "tool_calls": [call.as_dict() for call in part.calls]}

@@ -22,7 +22,7 @@ from starlette.middleware.cors import CORSMiddleware
 from transformers.utils import logging
 
 from ..metrics import prometheus
-from .answers import Form, Part, joined
+from .answers import Form, Part
 from .bodies import ChatBody, CompletionBody, GenerationBody
 from .service import FAILED, RETRY_AFTER, UNAVAILABLE, Answer, RefusedError, Reply, Service
 
@@ -153,7 +153,7 @@ async def _answer(service: Service, reply: Reply, body: GenerationBody) -> JSONR
     async for answer, part in reply.parts():
         if part is not None:
             parts[answer].append(part)
-    choices = [(joined(of_answer), answer.finish_reason) for answer, of_answer in parts.items()]
+    choices = [(of_answer, answer.finish_reason) for answer, of_answer in parts.items()]
     return JSONResponse(form.whole(choices, reply.usage()))
 
 

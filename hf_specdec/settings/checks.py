@@ -172,12 +172,17 @@ def checked(name: str, value: Any, hint: Any, bounds: Bounds = _UNBOUNDED, alias
     is_list = kind is tuple and bounds != _UNBOUNDED
     number = kind if not is_list else int if get_args(fitting)[:1] == (int,) else float
     numbers = value if is_list else (value,) if is_number(value) and kind is not Literal else ()
+    is_within = not is_list or 0 < len(value) <= MOST_DRAFT_TOKENS
     for item in numbers:
-        unlimited = math.inf if number is float or not is_int(item) else MOST_INTEGER
-        if not (_has_type(item, number) and bounds.allows(item, unlimited)):
-            raise SpecConfigError(_out_of_bounds(fitting, name, value, bounds))
-    if is_list and not 0 < len(value) <= MOST_DRAFT_TOKENS:
-        raise SpecConfigError(_out_of_bounds(fitting, name, value, bounds))
+        unlimited = MOST_INTEGER if number is not float and is_int(item) else math.inf
+        is_within = is_within and _has_type(item, number) and bounds.allows(item, unlimited)
+    if not is_within:
+        # Of what may be anything, only integers are limited.
+        expected = fitting if kind in _NOUNS else int
+        if expected is int and bounds.most is None and int(value) > MOST_INTEGER:
+            bounds = bounds._replace(most=MOST_INTEGER)
+        limit = f", at most {MOST_DRAFT_TOKENS} of them" if is_list and len(value) > MOST_DRAFT_TOKENS else ""
+        raise SpecConfigError(f"`{name}` must be {_noun(expected, bounds)}{limit}, got {shown(value)}.")
     if is_list:
         return tuple(_plain_number(item, number) for item in value)
     if kind is tuple:
@@ -208,16 +213,6 @@ def _noun(hint: Any, bounds: Bounds) -> str:
     if kind is tuple and bounds != _UNBOUNDED:
         return bounds.phrase(f"a list of {'integers' if get_args(hint)[:1] == (int,) else 'numbers'}")
     return bounds.phrase(_NOUNS[kind]) if kind in (int, float) else _NOUNS[kind]
-
-
-def _out_of_bounds(hint: Any, name: str, value: Any, bounds: Bounds) -> str:
-    # Of what may be anything, only integers are limited.
-    hint = hint if (get_origin(hint) or hint) in _NOUNS else int
-    if hint is int and bounds.most is None and int(value) > MOST_INTEGER:
-        bounds = bounds._replace(most=MOST_INTEGER)
-    is_long = isinstance(value, (list, tuple)) and len(value) > MOST_DRAFT_TOKENS
-    limit = f", at most {MOST_DRAFT_TOKENS} of them" if is_long else ""
-    return f"`{name}` must be {_noun(hint, bounds)}{limit}, got {shown(value)}."
 
 
 def _wrong_type(types: tuple, name: str, value: Any, bounds: Bounds, aliases: Collection[str]) -> str:

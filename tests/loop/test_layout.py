@@ -40,11 +40,11 @@ MOST_LINES = {
     "layers": 1409,
     "kernels": 4239,
     "many": 1815,
-    "serving": 1547,
-    "settings": 1216,
+    "serving": 1543,
+    "settings": 1211,
     "metrics": 1380,
     "integrations": 478,
-    "hub": 1952,
+    "hub": 1948,
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.

@@ -20,7 +20,7 @@ from ..errors import MOST_SHOWN, CheckpointAccessError, CheckpointFormatError, S
 from ..method import drafting_method
 from ..settings import SpeculativeConfig
 from ..target_facts import MAX_VOCABULARY_GAP, draft_device
-from .header import Header, TargetNeeds, TargetSizes, misfits
+from .header import Header, TargetNeeds, TargetSizes, listed, misfits
 from .reader import CheckpointReader
 from .weights import WEIGHT_DTYPES, WEIGHT_FILES
 
@@ -133,7 +133,7 @@ def warn_of_dead_weights(name: str, network: nn.Module) -> None:
         elif least == most == 0 and weight.dim() > 1 and not _MAY_BE_ZERO.search(key):
             empty.append(key)
     problems = [
-        f"{len(keys)} {what} ({', '.join(keys[:3])}{', ...' if len(keys) > 3 else ''})"
+        f"{len(keys)} {what} ({listed(keys)})"
         for keys, what in ((broken, "tensors with NaN or infinite values"), (empty, "matrices of zeros alone"))
         if keys
     ]

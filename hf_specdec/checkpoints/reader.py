@@ -183,8 +183,13 @@ class CheckpointReader:
     @cached_property
     def sizes(self) -> dict[str, int]:
         """What the symbols of the table stand for, and how many numbers there are in the names of its tensors."""
-        described = self._described()
         names = [(row, spelling) for row in self.table for spelling in spellings(row.name)]
+        # The first row that fits each tensor, in the order of the rows and their numbers.
+        described: dict[str, tuple[Tensor, re.Match[str]]] = {}
+        for row, spelling in names:
+            fitting = [match for match in map(pattern_of(spelling).fullmatch, self.stored) if match]
+            for match in sorted(fitting, key=lambda match: [*map(int, match.groups())]):
+                described.setdefault(match[0], (row, match))
         if names and not described:
             such = f" such as {listed(self.stored.values())}" if self.stored else ""
             raise self.wrong(
@@ -192,18 +197,14 @@ class CheckpointReader:
                 f"like '{re.sub('{.*?}', '0', names[0][1])}'",
                 "Pass a checkpoint of this kind, or name the method that this one is for.",
             )
-        numbers: dict[str, set[int]] = {
-            symbol: set() for _, spelling in names for symbol in pattern_of(spelling).groupindex
-        }
-        for _, match in described.values():
-            for symbol, number in match.groupdict().items():
-                numbers[symbol].add(int(number))
-        for symbol, those in numbers.items():
-            if those and len(those) <= max(those):
+        sizes: dict[str, int] = {}
+        for symbol in dict.fromkeys(symbol for _, spelling in names for symbol in pattern_of(spelling).groupindex):
+            numbers = {int(match[symbol]) for _, match in described.values() if symbol in match.re.groupindex}
+            if numbers and len(numbers) <= max(numbers):
                 raise self.wrong(
-                    f"has the {symbol}s {shown(sorted(those))}, not all from 0 on", "Pass a complete checkpoint."
+                    f"has the {symbol}s {shown(sorted(numbers))}, not all from 0 on", "Pass a complete checkpoint."
                 )
-        sizes = {symbol: len(those) for symbol, those in numbers.items()}
+            sizes[symbol] = len(numbers)
         self._require_rows(names, sizes)
         sizes |= self.stated_sizes
         for name, (row, _) in described.items():
@@ -218,16 +219,6 @@ class CheckpointReader:
     def stated_sizes(self) -> dict[str, int]:
         """Sizes that the config decides, not the tensors."""
         return {}
-
-    def _described(self) -> dict[str, tuple[Tensor, re.Match[str]]]:
-        """The first row that fits each tensor, in the order of the rows and their numbers."""
-        described: dict[str, tuple[Tensor, re.Match[str]]] = {}
-        for row in self.table:
-            for spelling in spellings(row.name):
-                fitting = [match for match in map(pattern_of(spelling).fullmatch, self.stored) if match]
-                for match in sorted(fitting, key=lambda match: [*map(int, match.groups())]):
-                    described.setdefault(match[0], (row, match))
-        return described
 
     def _require_rows(self, rows: Sequence[tuple[Tensor, str]], counts: Mapping[str, int]) -> None:
         """Checks that what the table needs is there. Of what there is nothing of, the first is missed."""

@@ -77,17 +77,14 @@ class Draw:
         self, logits: torch.Tensor, width: int, log_probs: torch.FloatTensor | None, nodes: Nodes | None = None
     ) -> tuple[torch.LongTensor, torch.FloatTensor | None]:
         """Ids `(R, F * W)` of continuations by logits `(R, F, U)`; log-probabilities, if those of nodes are given."""
-        if width == 1 and log_probs is None:
-            tokens = best_tokens(logits)
+        if log_probs is None:
+            tokens = best_tokens(logits) if width == 1 else logits.topk(width).indices.flatten(1)
         else:
-            if log_probs is None:
-                values, tokens = logits.topk(width)
-            elif logits.is_cpu:
+            if logits.is_cpu:
                 values, tokens = F.log_softmax(logits, -1, dtype=torch.float32).topk(width)
             else:
                 values, tokens = best_log_probs(logits, width)
-            tokens = tokens.flatten(1)
-            log_probs = None if log_probs is None else (log_probs[..., None] + values).flatten(1)
+            tokens, log_probs = tokens.flatten(1), (log_probs[..., None] + values).flatten(1)
         return tokens if self.token_ids is None else self.token_ids[tokens], log_probs
 
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -72,15 +71,10 @@ def confidences(logits: torch.Tensor) -> torch.FloatTensor:
     """The largest probability of each position, in float32: `(R, K, V)` to `(R, K)`. Never NaN."""
     # Against the exponential of a difference of large numbers (the maximum and the logsumexp) this is exact at 1000,
     # and unlike a plain sum the kernels of softmax compute a row alike whatever is around it.
-    largest = by_chunks(lambda chunk: chunk.softmax(-1, dtype=torch.float32).amax(-1), logits)
-    return largest.nan_to_num_(nan=0.0)
-
-
-def by_chunks(function: Callable[[torch.Tensor], torch.Tensor], logits: torch.Tensor) -> torch.Tensor:
-    """`function` of positions `(P, V)` to `(P,)`, applied to `(R, K, V)` without turning all of it into float32."""
     size = _CHUNK_SIZES.get(logits.device.type, _CHUNK_SIZE)
     chunks = logits.flatten(0, 1).split(max(1, size // logits.shape[-1]))
-    return torch.cat([function(chunk) for chunk in chunks]).view(logits.shape[:2])
+    largest = torch.cat([chunk.softmax(-1, dtype=torch.float32).amax(-1) for chunk in chunks])
+    return largest.view(logits.shape[:2]).nan_to_num_(nan=0.0)
 
 
 def best_prefixes(lattice: Lattice, budget: int, limits: DepthLimits, siblings: int | None = None) -> DraftNodes:

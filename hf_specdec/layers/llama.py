@@ -125,7 +125,11 @@ class DecoderLayer(nn.Module):
         )
         if self.scale is not None:
             after_attention = after_mlp = self.scale
-        attention, mlp = (part_plan(parts[name], way, dtype) for name in ("self_attn", "mlp"))
+        # Modules of other classes, and hooked ones, are called.
+        attention, mlp = (
+            part.plan(way, dtype) if "plan" in vars(type(part)) and not is_hooked(part) else PartPlan(part)
+            for part in (parts["self_attn"], parts["mlp"])
+        )
         return LayerPlan(
             reading(before_attention, attention.norms, dtype),
             {name: bind_norm(norm_of(parts.get(name)), way, dtype) for name in (*parts, None)},
@@ -159,12 +163,6 @@ class DecoderLayer(nn.Module):
         stream, read = plan.add_attention(stream, mixed)
         # MLP, residual, and the norm of what comes next.
         return plan.add_mlp(stream, plan.activate(read))
-
-
-def part_plan(part: nn.Module, way: Way, dtype: torch.dtype) -> PartPlan:
-    """The plan of attention or an MLP; modules of other classes, and hooked ones, are called."""
-    is_planned = "plan" in vars(type(part)) and not is_hooked(part)
-    return part.plan(way, dtype) if is_planned else PartPlan(part)
 
 
 def bind_sum(

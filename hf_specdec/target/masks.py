@@ -193,14 +193,16 @@ def node_masks(
     repeats: int = 1,
 ) -> list[torch.Tensor]:
     """Additive masks `(R | 1, 1, repeats * T, columns)`, one for each span, for nodes with `repeats` query heads."""
-    if topology.depths.dim() == 1 and rows.is_uniform:
-        # Rows that are alike share a mask.
+    are_alike = topology.depths.dim() == 1 and rows.is_uniform
+    if are_alike:
+        # They share a mask.
         rows = RowPlaces(rows.lengths[:1], rows.starts[:1], rows.leads[:1])
     device, num_nodes = topology.depths.device, topology.depths.shape[-1]
     masks: list[torch.Tensor] = []
     for span in spans:
         # Within a whole span all is seen.
-        if not rows.are_known or (span != FULL and columns > span.size):
+        is_whole = span == FULL or columns <= span.size
+        if not (are_alike or (rows.are_known and is_whole)):
             mask = TreeMask(slot_tree(topology, rows), span).additive(columns, dtype)
             masks.append(mask.repeat(1, 1, repeats, 1) if repeats > 1 else mask)
             continue
@@ -208,8 +210,13 @@ def node_masks(
         text_ends = min(rows.lengths)
         mask = torch.zeros((len(rows.lengths), 1, repeats * num_nodes, columns), dtype=dtype, device=device)
         masks.append(mask)
-        if topology.depths.dim() == 1 and rows.is_uniform:
+        if are_alike:
             mask[..., text_ends:] = _block(topology, dtype, repeats)
+            if not is_whole:
+                positions, keys = topology.depths + text_ends, torch.arange(columns, device=device)
+                keys[text_ends:] = positions
+                hidden = span.hidden(positions[:, None], keys).repeat(repeats, 1)
+                mask.masked_fill_(hidden, torch.finfo(dtype).min)
             continue
         lengths, starts = rows.lengths_on(device) - text_ends, rows.starts_on(device)
         if padding_ends := min(max(rows.starts), text_ends):

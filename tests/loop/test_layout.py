@@ -29,7 +29,7 @@ MOST_LINES = {
     "bench": 822,
     "call": 765,
     "loop": 1697,
-    "target": 4746,
+    "target": 4753,
     "logits": 1793,
     "drafting": 1425,
     "candidate_generators": 11112,

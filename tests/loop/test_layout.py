@@ -30,7 +30,7 @@ MOST_LINES = {
     "call": 765,
     "loop": 1697,
     "target": 4753,
-    "logits": 1793,
+    "logits": 1785,
     "drafting": 1425,
     "candidate_generators": 11112,
     "drafts": 654,

@@ -82,10 +82,6 @@ class XGrammar(Grammar):
     # Token ids of a text after a token; left out, the longest tokens that fit.
     tokenize: Callable[[str, int | None], list[int]] | None = None
 
-    @property
-    def num_grammars(self) -> int:
-        return len(self.compiled)
-
     @cached_property
     def vocabulary(self) -> list[bytes]:
         """The text of each token."""

@@ -235,9 +235,9 @@ def grammar_of(processor: Any) -> Grammar | None:
     elif kind == "xgrammar":
         # A used processor has one compiled grammar for each row of that call.
         compiled = processor.compiled_grammars
-        if all(one is compiled[0] for one in compiled):
-            compiled = compiled[:1]
-        grammar = XGrammar(vocab_size=processor.full_vocab_size, allows_rest=True, compiled=tuple(compiled))
+        compiled = compiled[:1] if all(one is compiled[0] for one in compiled) else compiled
+        settings: dict[str, Any] = {"vocab_size": processor.full_vocab_size, "num_grammars": len(compiled)}
+        grammar = XGrammar(**settings, allows_rest=True, compiled=tuple(compiled))
     else:
         compiled = processor.compiled_grammar
         grammar = XGrammar(vocab_size=compiled.tokenizer_info.vocab_size, allows_rest=True, compiled=(compiled,))

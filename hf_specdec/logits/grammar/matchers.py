@@ -231,16 +231,12 @@ class Grammar(ABC):
     library: str  # as users know it
     vocab_size: int  # tokens of the vocabulary that it was compiled for
     allows_rest: bool = False  # tokens without a bit in its masks are left as they are; else they are forbidden
+    num_grammars: int = 1  # one for all rows of a call, or as many as it must have rows
 
     @property
     def num_words(self) -> int:
         """W."""
         return -(-self.vocab_size // 32)
-
-    @property
-    def num_grammars(self) -> int:
-        """One for all rows of a call, or as many as it must have rows."""
-        return 1
 
     @abstractmethod
     def matcher(self, row: int) -> GrammarMatcher:

@@ -79,8 +79,8 @@ class CallProgress:
     def _tell(self, event: str, *details: float) -> None:
         if not self.observers:
             return
-        now = self._stats.copy()
-        new, self._told = now.since(self._told), now
+        new = self._stats.since(self._told)
+        self._told.add(new)
         # Those that fail are taken out of the list.
         for observer in list(self.observers):
             try:

@@ -163,25 +163,28 @@ class SpecDecodingStats:
         counts = self.num_cycles_without_drafts
         counts[reason] = counts.get(reason, 0) + cycles
 
-    def add(self, other: SpecDecodingStats, times: int = 1) -> None:
+    def add(self, other: SpecDecodingStats) -> None:
         """Adds another's counts and seconds. What is no sum (method, notes, memory, ...) stays."""
         # By the attributes' dicts, because listeners have it done in every cycle.
         mine, theirs = vars(self), vars(other)
         for name in _SUMS:
-            mine[name] += times * theirs[name]
+            mine[name] += theirs[name]
         for name in _LISTS:
-            mine[name] = [a + times * b for a, b in zip_longest(mine[name], theirs[name], fillvalue=0)]
+            mine[name] = [sum(pair) for pair in zip_longest(mine[name], theirs[name], fillvalue=0)]
         for reason, count in other.num_cycles_without_drafts.items():
-            self.count_without_drafts(reason, times * count)
+            self.count_without_drafts(reason, count)
 
     def since(self, earlier: SpecDecodingStats) -> SpecDecodingStats:
-        """The counts and seconds that were added to an earlier copy; what is no sum is not filled."""
+        """The counts and seconds that come to earlier ones; what is no sum is not filled."""
         new = SpecDecodingStats()
-        new.add(self)
-        new.add(earlier, times=-1)
-        new.num_cycles_without_drafts = {
-            reason: count for reason, count in new.num_cycles_without_drafts.items() if count
-        }
+        now, before, found = vars(self), vars(earlier), vars(new)
+        for name in _SUMS:
+            found[name] = now[name] - before[name]
+        for name in _LISTS:
+            found[name] = [count - told for count, told in zip_longest(now[name], before[name], fillvalue=0)]
+        for reason, count in self.num_cycles_without_drafts.items():
+            if more := count - earlier.num_cycles_without_drafts.get(reason, 0):
+                new.count_without_drafts(reason, more)
         return new
 
     def copy(self) -> SpecDecodingStats:

@@ -20,10 +20,12 @@ from hf_specdec.candidate_generators.mlp_speculator.network import MLPStage
 from hf_specdec.drafting import slots
 from hf_specdec.drafting.runner import Runner
 from hf_specdec.drafting.state import Entries, NetworkState
+from hf_specdec.kernels import tree_attention
 from hf_specdec.protocol import Session
 from hf_specdec.target import graphs
 from hf_specdec.target.graphs import CallGraphs, GraphInputs, Variant, graphs_for
 from hf_specdec.target.masks import TreeMask
+from tests.helpers import layer_references
 from tests.helpers.draft_calls import (
     CASES,
     CPU,
@@ -62,6 +64,7 @@ class TestDraftsEqualThoseWithoutGraphs:
         """The first of two calls reads content of masks, as the kernel does, eagerly and in graphs."""
         has_kernel, masks = itertools.cycle((True, False)), Counter()
         monkeypatch.setattr(slots, "takes_trees", lambda *like: next(has_kernel))
+        monkeypatch.setattr(tree_attention, "tree_attention_triton", layer_references.tree_attention)
         attend = TreeMask.attend
         monkeypatch.setattr(TreeMask, "attend", lambda *args: masks.update(["tree"]) or attend(*args))
         for num_rows, seed in ROUNDS:

@@ -238,7 +238,7 @@ def test_settings_of_both_methods(tmp_path):
     )
     # The options of one part are not those of another method.
     assert "prompt_lookup_max" not in config.replace(method="eagle3").to_dict()
-    assert config.options.prompt_lookup_max == config.options.retrieval.prompt_lookup_max == 4
+    assert config.options.prompt_lookup_max == config.options.parts[0].prompt_lookup_max == 4
     for own, expected in (({}, (24, 4)), (lengths, (9, 3))):
         generator = load(**own).candidate_generator(Session(1, 500, torch.device("cpu")))
         assert (generator.retrieval.num_speculative_tokens, generator.model.num_speculative_tokens) == expected

@@ -71,9 +71,8 @@ class Combination(Wrapper):
     @classmethod
     def default_length(cls, options: Any) -> int:
         """The longest draft of the two."""
-        retrieval, model = cls.parts
-        retrieval_length = options.retrieval_num_speculative_tokens or retrieval.default_length(options.retrieval)
-        return max(retrieval_length, model.default_length(options.model))
+        retrieved, drafted = (part.default_length(own) for part, own in zip(cls.parts, options.parts))
+        return max(options.retrieval_num_speculative_tokens or retrieved, drafted)
 
     @classmethod
     def load(
@@ -356,20 +355,15 @@ class CombinedOptions:
 
     def __post_init__(self) -> None:
         # What is wrong with them is said at once.
-        _ = self.retrieval, self.model
+        _ = self.parts
 
     @cached_property
-    def retrieval(self) -> Any:
-        """The options of the first part."""
-        return self._part(self.owners[0])
-
-    @cached_property
-    def model(self) -> Any:
-        """The options of the second part."""
-        return self._part(self.owners[1])
-
-    def _part(self, owner: type) -> Any:
-        return owner(**{item.name: getattr(self, item.name) for item in fields(owner) if item.init})
+    def parts(self) -> tuple[Any, ...]:
+        """The options of the two parts."""
+        return tuple(
+            owner(**{item.name: getattr(self, item.name) for item in fields(owner) if item.init})
+            for owner in self.owners
+        )
 
     def __reduce__(self) -> Any:
         # Their class has no name in a module.

@@ -32,7 +32,7 @@ MOST_LINES = {
     "target": 4753,
     "logits": 1785,
     "drafting": 1425,
-    "candidate_generators": 11112,
+    "candidate_generators": 11106,
     "drafts": 654,
     "checkpoints": 2120,
     "control": 1214,

@@ -177,7 +177,7 @@ class NetworkGenerator(CandidateGenerator):
     def close(self) -> None:
         super().close()
         if self.runner is not None:
-            self.runner.close()
+            self.runner.graphs.close()
 
     # Drafts
 

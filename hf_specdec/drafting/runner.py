@@ -11,6 +11,7 @@ Shapes: R rows of a graph, r of them in use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -39,12 +40,12 @@ def graph_depth(chosen: int | None, most: int) -> int:
 _Inputs = tuple[GraphInputs, GraphInputs]
 
 
+@dataclass(eq=False)
 class Runner:
     """The graphs of a draft network on a device, in one call."""
 
-    def __init__(self, graphs: CallGraphs, device: torch.device):
-        self.graphs = graphs
-        self.device = device
+    graphs: CallGraphs
+    device: torch.device
 
     @classmethod
     def of(cls, graphs: CallGraphs | None, device: torch.device, session: Session) -> Runner | None:
@@ -115,10 +116,6 @@ class Runner:
             # Another graph may run before they are read.
             state.kept = {name: values.clone() for name, values in kept.items()}
         return output
-
-    def close(self) -> None:
-        """Ends the call; its graphs are free for the next one."""
-        self.graphs.close()
 
 
 def _recorded(

@@ -272,7 +272,7 @@ class TestNetworksWithoutACache:
             assert double.tolist() == [0, 2, 4]
             assert (total.tolist(), number) == ([2 * index + 1] * 3, 7)
         assert state.kept["sum"].tolist() == [6, 6, 6]
-        runner.close()
+        runner.graphs.close()
         # For three rows, and fewer.
         assert session.draft_graphs[0].num_replays == session.draft_graphs[0].num_captures == 3
 

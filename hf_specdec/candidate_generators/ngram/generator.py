@@ -214,7 +214,7 @@ class NgramCandidateGenerator(CandidateGenerator):
     def close(self) -> None:
         super().close()
         if self._runner is not None:
-            self._runner.close()
+            self._runner.graphs.close()
 
     def _draft(self, text: RowText, lead: list[int], depth: int, most: int) -> tuple[list[int], list[int]]:
         """Tokens and parents of what followed the best matches of the text with a lead after it, to a depth."""

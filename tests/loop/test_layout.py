@@ -31,7 +31,7 @@ MOST_LINES = {
     "loop": 1697,
     "target": 4753,
     "logits": 1785,
-    "drafting": 1425,
+    "drafting": 1422,
     "candidate_generators": 11106,
     "drafts": 654,
     "checkpoints": 2120,

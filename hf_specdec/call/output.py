@@ -8,7 +8,7 @@ Shapes: B rows, H key/value heads, S slots, D head size.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -77,30 +77,31 @@ def returned(
     return output
 
 
+@dataclass(eq=False)
 class KeptCache(Observer):
     """What rows have in the target's cache when they leave the batch, for a call that returns the cache."""
 
-    def __init__(self, group: Group, target: SlotModel):
-        self._group, self._target = group, target
-        # Rows whose slots lie behind those of the active rows, in this order, and copies of those that would not stay.
-        self._behind: list[int] = []
-        self._copies: dict[int, list[tuple[torch.Tensor, ...]]] = {}
-        self._states: dict[int, dict[int, RecurrentState]] = {}
+    group: Group
+    target: SlotModel
+    # Rows whose slots lie behind those of the active rows, in this order, and copies of those that would not stay.
+    _behind: list[int] = field(default_factory=list)
+    _copies: dict[int, list[tuple[torch.Tensor, ...]]] = field(default_factory=dict)
+    _states: dict[int, dict[int, RecurrentState]] = field(default_factory=dict)
 
     def begin(self, prompt: Any) -> None:
         # Of all rows: those that leave are left out in a copy.
-        source = self._target.find(Source)
+        source = self.target.find(Source)
         self._crossed = None if source is None else source.keys.cross_attention_cache
-        self._recurrent = self._target.find(RecurrentLayers)
+        self._recurrent = self.target.find(RecurrentLayers)
         # The slots may begin before the given tokens: a continued cache, or embeddings.
-        self._num_unknown: int = self._target.cache.get_seq_length() - self._group.request.input_ids.shape[1]
+        self._num_unknown: int = self.target.cache.get_seq_length() - self.group.request.input_ids.shape[1]
 
     def leave(self, rows: list[int], indices: list[int]) -> list[int]:
         if self._recurrent is not None:
             self._states |= {rows[index]: self._recurrent.of_rows([index]) for index in indices}
-        if self._target.cache.store is not None:
+        if self.target.cache.store is not None:
             # Graphs write to the slots of rows that they do not need.
-            self._copies |= {rows[index]: self._target.cache.row_states(index) for index in indices}
+            self._copies |= {rows[index]: self.target.cache.row_states(index) for index in indices}
             return []
         self._behind = [rows[index] for index in indices] + self._behind
         return indices
@@ -111,8 +112,8 @@ class KeptCache(Observer):
         They are put into the user's cache object, or the static one asked for: transformers has made the latter before
         it called the loop.
         """
-        request = self._group.request
-        prepared = request.model_kwargs.get(self._target.profile.cache_name)
+        request = self.group.request
+        prepared = request.model_kwargs.get(self.target.profile.cache_name)
         is_static = type(prepared) is StaticCache
         if is_static:
             # Compiled code may know the addresses of its tensors, which stay.
@@ -133,9 +134,9 @@ class KeptCache(Observer):
     def _layers(self, places: list[int]) -> Iterator[list[torch.Tensor]]:
         """What each layer has in its slots, `(B, H, S, D)`. The call's own are given up, one layer after the other."""
         # Of rows that were cut back, more has been read than is left.
-        ends = [self._num_unknown + length - 1 for length in self._group.texts.lengths]
+        ends = [self._num_unknown + length - 1 for length in self.group.texts.lengths]
         is_whole = places == sorted(places) and len(places) == len(ends) and min(ends) == max(ends)
-        for number, layer in enumerate(self._target.cache.layers):
+        for number, layer in enumerate(self.target.cache.layers):
             buffers = []
             for kind, buffer in enumerate(layer.buffers):
                 whole = buffer[: len(ends), :, : max(ends)]
@@ -148,5 +149,5 @@ class KeptCache(Observer):
             yield buffers
             for copies in self._copies.values():
                 copies[number] = ()
-            if self._target.cache.store is None:
+            if self.target.cache.store is None:
                 layer.keys = layer.values = layer.indexer_keys = None

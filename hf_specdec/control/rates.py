@@ -191,22 +191,15 @@ class AcceptanceModel:
         ]
 
 
+@dataclass
 class RatingFactor:
-    """Accepted over expected tokens: what comes of the ratings that a drafter gives its own drafts.
+    """Accepted over expected tokens: what comes of the ratings that a drafter gives its own drafts."""
 
-    It begins with a factor that counts for `weight` expected tokens.
-    """
-
-    def __init__(self, factor: float = 1.0, weight: float = RATING_WEIGHT):
-        self._expected = weight
-        self._accepted = weight * factor
-
-    @property
-    def value(self) -> float:
-        return self._accepted / self._expected
+    value: float = 1.0
+    weight: float = RATING_WEIGHT  # expected tokens that it counts for
 
     def observe(self, num_expected: float, num_accepted: float) -> None:
         """Adds a draft of which so many tokens were expected."""
-        keep = max(1 - num_expected / RATING_WINDOW, 0.0)
-        self._expected = keep * self._expected + num_expected
-        self._accepted = keep * self._accepted + num_accepted
+        kept = max(1 - num_expected / RATING_WINDOW, 0.0) * self.weight
+        self.weight = kept + num_expected
+        self.value = (kept * self.value + num_accepted) / self.weight

@@ -7,6 +7,7 @@ Shapes: R rows, V target vocabulary, W draft logits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,13 +26,13 @@ if TYPE_CHECKING:
     from ..loop.rows import Rows
 
 
+@dataclass(eq=False)
 class DraftSampler:
     """What the rows of a loop draw draft tokens by: their processors, as far as known, grammars and random numbers."""
 
-    def __init__(self, rows: Rows | None, uniforms: RowUniforms | None, vocab_size: int):
-        self.rows: Rows | None = rows
-        self.uniforms: RowUniforms | None = uniforms
-        self.vocab_size: int = vocab_size
+    rows: Rows | None
+    uniforms: RowUniforms | None
+    vocab_size: int
 
     def matchers(self, rows: list[int]) -> list[GrammarMatcher | None]:
         """The places of rows in their grammars, after all that was committed; `None` for rows without one."""

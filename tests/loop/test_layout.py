@@ -27,15 +27,15 @@ MOST_LINES = {
     "cli": 1795,
     "diagnosis": 1222,
     "bench": 822,
-    "call": 765,
+    "call": 766,
     "loop": 1697,
     "target": 4753,
-    "logits": 1785,
+    "logits": 1786,
     "drafting": 1422,
     "candidate_generators": 11106,
     "drafts": 654,
     "checkpoints": 2120,
-    "control": 1214,
+    "control": 1207,
     "training": 1457,
     "layers": 1407,
     "kernels": 4239,
@@ -48,7 +48,7 @@ MOST_LINES = {
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.
-MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 334, 84
+MOST_FUNCTIONS, MOST_SWITCHES_OF_A_CYCLE = 323, 84
 
 # Of a method, beside the heads of blocks.
 MOST_FILES_OF_A_METHOD, MOST_NAMES_FROM_DRAFTING = 5, 12

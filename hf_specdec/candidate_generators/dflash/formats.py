@@ -24,7 +24,6 @@ from ...checkpoints.draft_reader import FIRST_LAYER, LAYERS, DraftReader, share_
 from ...checkpoints.format import Format, Unsupported
 from ...checkpoints.header import TargetNeeds, TargetSizes, listed
 from ...checkpoints.schema import COUNT, FLAG, INDEX, INDICES, NAME, NUMBER, POSITIVE, Key, Tensor, keys
-from ...errors import shown
 from ...layers.mask_token import mask_token_in, tokenizer_of
 from ...threads import cached_property
 from .heads import BLOCK, HEAD, HeadConfig
@@ -195,10 +194,8 @@ class DFlashReader(DraftReader):
                 raise self.wrong(f"is {self.head.kind} with {what}, which is not supported", self.instead)
         for key, field in SCALES.items():
             if self.setting(key) != getattr(DFlashConfig, field) and not self.head.has_own_scales:
-                raise self.wrong(
-                    f"has `{key}`={shown(self.setting(key))} in its config.json, which {self.head.kind} does not have",
-                    self.instead,
-                )
+                what = f"which {self.head.kind} does not have"
+                raise self.wrong_setting(key, self.setting(key), what, self.instead)
         usual_steps = _DENOISING_STEPS if self.setting("iterative_denoising") else 1
         return {
             **super().own_fields(),
@@ -239,12 +236,8 @@ class DFlashReader(DraftReader):
                 "Pass an intact checkpoint.",
             )
         channels = size // groups
-        if self.setting("conv_group_size") not in (None, channels):
-            raise self.wrong(
-                f"has `conv_group_size`={self.setting('conv_group_size')} in its config.json, and its tensors have "
-                f"{channels}",
-                "Correct it.",
-            )
+        if (stated := self.setting("conv_group_size")) not in (None, channels):
+            raise self.wrong_setting("conv_group_size", stated, f"and its tensors have {channels}")
         return {"conv_kernel_size": taps, "conv_group_size": channels}
 
     def _mask_token_id(self) -> int | None:
@@ -271,11 +264,8 @@ class DFlashReader(DraftReader):
         count, says = self.sizes["layer"], self.setting
         kinds = says("layer_types") or ["sliding_attention" if self.is_native else "full_attention"] * count
         if len(kinds) < count or set(kinds) - {"full_attention", "sliding_attention"}:
-            raise self.wrong(
-                f"has `layer_types`={kinds} in its config.json, which must name full_attention or sliding_attention "
-                f"for each of its {count} layers",
-                "Correct it.",
-            )
+            what = f"which must name full_attention or sliding_attention for each of its {count} layers"
+            raise self.wrong_setting("layer_types", kinds, what)
         window = None
         if "sliding_attention" in kinds and says("use_sliding_window") is not False:
             # transformers counts the distance, the others the positions.

@@ -322,7 +322,7 @@ class EagleReader(DraftReader):
         if "sliding_attention" not in kinds[:count] or window is None:
             return {}
         if len(kinds) < count:
-            raise self.wrong(f"has `layer_types`={kinds} in its config.json, and {count} layers", "Correct it.")
+            raise self.wrong_setting("layer_types", kinds, f"and {count} layers")
         full = (index for index, kind in enumerate(kinds[:count]) if kind != "sliding_attention")
         return {"sliding_window": window, "full_layers": tuple(full)}
 

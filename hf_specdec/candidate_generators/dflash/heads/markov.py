@@ -26,7 +26,6 @@ import torch
 from torch import nn
 
 from ....checkpoints.schema import FLAG, INDEX, Key, Tensor, keys
-from ....errors import shown
 from . import HEAD, BlockHead, FormatRow, HeadConfig, size_field
 from .walks import Block, CorrectedWalk, Walk
 
@@ -133,11 +132,8 @@ class MarkovConfig(HeadConfig):
         # Where there is none, some configs say so by `false` or 0.
         stated = reader.stated("markov_head_type") or kind
         if rank and stated != kind:
-            raise reader.wrong(
-                f"has `markov_head_type`={shown(stated)} in its config.json, and the tensors of a Markov head of type "
-                f"'{kind}'",
-                "Pass an intact checkpoint.",
-            )
+            what = f"and the tensors of a Markov head of type '{kind}'"
+            raise reader.wrong_setting("markov_head_type", stated, what, "Pass an intact checkpoint.")
         if not width or reader.setting("enable_confidence_head") is False:
             return cls(rank, kind)
         with_markov = width != size
@@ -145,11 +141,8 @@ class MarkovConfig(HeadConfig):
             reader.require([_TABLE], "its confidence head")
         stated = reader.setting("confidence_head_with_markov")
         if stated not in (None, with_markov):
-            raise reader.wrong(
-                f"has `confidence_head_with_markov`={shown(stated)} in its config.json, and a confidence head that "
-                f"reads {width} values at a hidden size of {size}",
-                "Pass an intact checkpoint.",
-            )
+            what = f"and a confidence head that reads {width} values at a hidden size of {size}"
+            raise reader.wrong_setting("confidence_head_with_markov", stated, what, "Pass an intact checkpoint.")
         return cls(rank, kind, True, with_markov)
 
     def entries(self, config: DFlashConfig) -> dict[str, Any]:

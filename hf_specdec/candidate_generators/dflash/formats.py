@@ -38,9 +38,6 @@ from .network import SCALES, BlockView, DFlashConfig, default_layer_ids
 # All variants beside the plain one.
 HEADS: list[type[HeadConfig]] = [SelectorConfig, MarkovConfig, DominoConfig, XPressConfig, LiLiCorrConfig]
 
-# Steps of a checkpoint that declares to refine its blocks and does not say how often.
-_DENOISING_STEPS = 3
-
 _GEMMA4 = ("architectures=Gemma4DSpark.*",)
 
 # Keys that change nothing here.
@@ -196,7 +193,8 @@ class DFlashReader(DraftReader):
             if self.setting(key) != getattr(DFlashConfig, field) and not self.head.has_own_scales:
                 what = f"which {self.head.kind} does not have"
                 raise self.wrong_setting(key, self.setting(key), what, self.instead)
-        usual_steps = _DENOISING_STEPS if self.setting("iterative_denoising") else 1
+        # Some declare to refine their blocks and do not say how often.
+        usual_steps = 3 if self.setting("iterative_denoising") else 1
         return {
             **super().own_fields(),
             "block_size": self.block_size,

@@ -32,7 +32,7 @@ MOST_LINES = {
     "target": 4753,
     "logits": 1786,
     "drafting": 1422,
-    "candidate_generators": 11089,
+    "candidate_generators": 11087,
     "drafts": 654,
     "checkpoints": 2120,
     "control": 1207,

@@ -145,7 +145,7 @@ class CandidateGenerator(HfCandidateGenerator):
         length = None if config is None else config.fixed_length
         self.num_speculative_tokens: int = length or self.default_length(self.options)
         limit = None if config is None else config.max_model_len
-        self.longest_row: tuple[int, str] | None = None if limit is None else (limit - 1, "max_model_len")
+        self.longest_row = None if limit is None else (limit - 1, "max_model_len")
 
     def bind(self, session: Session) -> CandidateGenerator:
         """Takes the generator for the one call that it may have; returns what drafts in it, mostly itself."""
@@ -357,7 +357,7 @@ class Wrapper(CandidateGenerator):
         self.num_best_tokens: int = last.num_best_tokens
         self.samples_drafts: bool | None = last.samples_drafts
         longest_rows = [generator.longest_row for generator in generators]
-        self.longest_row: tuple[int, str] | None = None if None in longest_rows else max(longest_rows)
+        self.longest_row = None if None in longest_rows else max(longest_rows)
         lookups = (generator.lookups for generator in reversed(generators))
         self.lookups: Lookups | None = next((one for one in lookups if one is not None), None)
 

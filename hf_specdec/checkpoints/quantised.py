@@ -132,10 +132,10 @@ def _is_no_cast_message(record: python_logging.LogRecord) -> bool:
 
 def check_four_bits(model: nn.Module, name: str) -> None:
     """Refuses four-bit layers that cannot run on a CPU."""
-    for path, module in model.named_modules():
+    for path, module in cast(Any, model).named_modules():
         # Where the processor cannot multiply bfloat16, bitsandbytes widens layers of any size.
         has_kernel = getattr(module, "support_avx512bf16_for_cpu", False)
-        if not has_kernel or cast(Any, module).weight.device.type != "cpu":
+        if not has_kernel or module.weight.device.type != "cpu":
             continue
         if module.in_features % _INPUTS_ON_CPU or module.out_features % _OUTPUTS_ON_CPU:
             raise SpecConfigError(

@@ -135,6 +135,9 @@ class DraftTree:
 
     def __post_init__(self) -> None:
         self.batch_size, self.size = self.tokens.shape
+        if self.is_chain:
+            self.topology = chain_topology(self.size, self.tokens.device)
+            self.parents = self.topology.draft_parents
         if isinstance(self.num_nodes, list):
             self.node_counts = self.num_nodes
             self.num_nodes = kept_tensor(tuple(self.num_nodes), self.tokens.device)
@@ -150,13 +153,10 @@ class DraftTree:
         node_lists: list[list[int]] | None = None,
     ) -> DraftTree:
         """Drafts without branches from tokens of shape `(B, N)`; `num_nodes=None` means that all N are valid."""
-        batch_size, size = tokens.shape
         if num_nodes is None:
-            num_nodes = [size] * batch_size
-        topology = chain_topology(size, tokens.device)
-        draft = cls(tokens, topology.draft_parents, num_nodes, probs, node_lists, is_chain=True)
-        draft.topology = topology
-        return draft
+            num_nodes = [tokens.shape[1]] * len(tokens)
+        # The parents follow from the size.
+        return cls(tokens, None, num_nodes, probs, node_lists, is_chain=True)
 
     @classmethod
     def from_lists(
@@ -226,8 +226,6 @@ class DraftTree:
     @cached_property
     def topology(self) -> TreeTopology:
         """Depths and ancestors of the verified nodes, the anchor included."""
-        if self.is_chain:
-            return chain_topology(self.size, self.tokens.device)
         if self.shape is not None:
             return self.shape.topology(self.tokens.device)
         if self.parents.dim() == 1 and self.node_parents and len(self.node_parents[0]) == self.size:

@@ -281,7 +281,9 @@ def _measurements(report: Mapping[str, Any], method: str) -> str:
         figures = [(row.get(key), form) for key, form in columns.values()]
         cells = [form.format(figure) if is_number(figure) else "" for figure, form in figures]
         lines.append(f"| {_cell(row['method'])} | {' | '.join(cells)} |")
-    environment, settings = report.get("environment") or {}, report.get("settings") or {}
+    environment, settings = (
+        found if isinstance(found := report.get(key), Mapping) else {} for key in ("environment", "settings")
+    )
     known = {
         "": environment.get("gpu") or environment.get("cpu"),
         "data type": environment.get("dtype"),

@@ -77,8 +77,9 @@ _FIRST_OF = {hf.TopPLogitsWarper: _most_probable, hf.TypicalLogitsWarper: _most_
 def without_sort(processor: LogitsProcessor) -> LogitsProcessor | _WithoutSort:
     """The processor itself, or what does the same in less time on a CPU."""
     # Of a whole distribution all tokens are kept, however small.
-    is_whole = getattr(processor, "top_p", 0.0) >= 1
-    return processor if is_whole or type(processor) not in _FIRST_OF else _WithoutSort(processor)
+    if type(processor) not in _FIRST_OF or getattr(processor, "top_p", 0.0) >= 1:
+        return processor
+    return _WithoutSort(processor)
 
 
 # What can be applied together, in this order, and what each of them is told.

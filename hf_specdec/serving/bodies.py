@@ -317,7 +317,9 @@ _CHOICES = ("auto", "none", "required")
 
 
 def _choice(value: Any) -> Any:
-    """Which tool is called: OpenAI's words, or a function by name."""
+    """Which tool is called: OpenAI's words, alone or as a `type`, or a function by name."""
+    if isinstance(value, dict) and len(value) == 1:
+        value = value.get("type", value)
     is_named = isinstance(value, dict) and value.get("type") == "function" and "function" in value
     if not (value is None or is_named or (isinstance(value, str) and value in _CHOICES)):
         raise ValueError('it is "auto", "none", "required" or {"type": "function", "function": {"name": ...}}')

@@ -144,7 +144,8 @@ def test_tools_that_have_to_be_called(running):
     del write["function"]["parameters"]["additionalProperties"]
     body = {"messages": PROMPT, "max_tokens": 60, "tools": [read, write]}
     named = {"type": "function", "function": {"name": "write"}}
-    for choice, names in (("required", {"read", "write"}), (named, {"write"})):
+    both = {"read", "write"}
+    for choice, names in (("required", both), ({"type": "required"}, both), (named, {"write"})):
         (answer,) = running.chat(**body, tool_choice=choice).json()["choices"]
         assert answer["finish_reason"] == "tool_calls"
         assert answer["message"]["content"] is None

@@ -190,6 +190,12 @@ def run(*arguments):
     return result.stdout
 
 
+@pytest.mark.parametrize("about", ["H100", ["H100"], None])
+def test_of_the_circumstances_a_card_tells_what_a_report_says_in_their_form(about):
+    report = {"rows": [{"method": "eagle3", "speedup": 2.5}], "environment": about, "settings": about}
+    assert "| eagle3 |" in card_of(report=report).text
+
+
 @full
 def test_the_command_and_texts_of_cards(target, tmp_path, hub, monkeypatch):
     settings = {"model": demo.drafter_path("eagle3"), "num_speculative_tokens": 4}

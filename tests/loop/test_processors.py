@@ -79,7 +79,10 @@ def test_rows_that_need_more_are_left_to_transformers_and_so_are_own_kinds():
     warper.warper = watched
     assert torch.equal(warper(NO_TOKENS, scores), hf.TopPLogitsWarper(0.9)(NO_TOKENS, scores))
     assert watched.rows == 2
-    for kept in (watched, TOP_K):
+    # What others keep under the name of a setting is theirs.
+    own = Watched(0.9)
+    own.top_p = None
+    for kept in (watched, TOP_K, own):
         assert without_sort(kept) is kept
     assert ProcessorStack(LogitsProcessorList([hf.TopPLogitsWarper(0.5), watched])).unknown_names == ["Watched"]
     # A vocabulary may be small, a distribution kept whole, or none.

@@ -30,7 +30,7 @@ MOST_LINES = {
     "call": 766,
     "loop": 1697,
     "target": 4753,
-    "logits": 1786,
+    "logits": 1787,
     "drafting": 1422,
     "candidate_generators": 11087,
     "drafts": 652,
@@ -40,11 +40,11 @@ MOST_LINES = {
     "layers": 1407,
     "kernels": 4239,
     "many": 1815,
-    "serving": 1543,
+    "serving": 1545,
     "settings": 1211,
     "metrics": 1383,
     "integrations": 478,
-    "hub": 1948,
+    "hub": 1950,
 }
 MOST_LINES_OF_A_FILE = 565
 # Functions of the package in a second call, and how often a cycle changes from one file to another.

@@ -25,6 +25,7 @@ _PAGES = ("choose", "cli", "configuration", "hub", "models", "performance", "tra
 _SHARED_PAGES = {
     **dict.fromkeys(("ngram", "suffix", "recycling", "none"), "no_weights"),
     **dict.fromkeys(("medusa", "mlp_speculator"), "older_heads"),
+    "mtp": "eagle",
     "self_speculation": "draft_model",
 }
 PAGES = ("README.md", "mkdocs.yml", *(f"docs/{page}.md" for page in _PAGES))

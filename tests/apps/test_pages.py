@@ -31,7 +31,7 @@ from tools import benchmark_pages, command_tables, method_tables
 
 
 # Pages whose readers have a model and its inputs already; examples of the others are pasted from first to last.
-FROM_NOTHING = ["quickstart.md", "reinforcement.md"]
+FROM_NOTHING = ["quickstart.md"]
 # Examples with tests of their own, and those of commands.
 TESTED_ELSEWHERE = ["write_your_own_method.md", "cli.md"]
 OWN_ROOMS = ("hf_specdec", "tests", "tools", "benchmarks")
@@ -47,7 +47,7 @@ def test_examples_run(page, tmp_path, monkeypatch):
         pytest.importorskip("fastapi")
     elif page == "grammar.md":
         pytest.importorskip("xgrammar")
-    elif page == "reinforcement.md":
+    elif page == "evaluation.md":
         pytest.importorskip("trl")
         # The package itself may use what transformers is about to drop.
         warnings.simplefilter("ignore", FutureWarning)
@@ -107,7 +107,7 @@ def test_pages_name_what_there_is():
         assert any(path.endswith(f"/{name}") for path in paths), name
     code = " ".join(path.read_text(encoding="utf-8") for path in (ROOT / "hf_specdec").rglob("*.py"))
     listed = re.findall(
-        r"^\| `(HF_SPECDEC_\w+)` \|", (DOCS / "environment.md").read_text(encoding="utf-8"), re.MULTILINE
+        r"^\| `(HF_SPECDEC_\w+)` \|", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.MULTILINE
     )
     assert sorted(listed) == sorted(set(re.findall(r"\bHF_SPECDEC_[A-Z_]*[A-Z]\b", code)))
     # Commands and their options.

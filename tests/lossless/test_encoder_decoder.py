@@ -122,7 +122,6 @@ def text_case(request) -> Case:
     return Case(request.param, *text_model(request.param, tie_word_embeddings=True))
 
 
-# The same with many requests is in test_many_sources.py.
 @full
 @pytest.mark.parametrize("method", ["ngram", "suffix"])
 def test_drafts_are_looked_up_in_the_source(text_case, method):

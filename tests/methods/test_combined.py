@@ -221,6 +221,17 @@ def test_wrong_settings():
         register_candidate_generator("my+method", CandidateGenerator)
 
 
+def test_own_methods_whose_options_have_no_default_and_whose_rows_are_bounded():
+    class Own(CandidateGenerator):
+        options_class = make_dataclass("Options", [("wanted", int)], frozen=True)
+        longest_row = property(lambda self: (self.options.wanted, "wanted"))
+
+    register_candidate_generator("own", Own)
+    assert SpeculativeConfig("ngram+own", wanted=7).options.parts[1].wanted == 7
+    assert Own(SpeculativeConfig("own", wanted=7)).longest_row == (7, "wanted")
+    unregister_candidate_generator("own")
+
+
 @full
 def test_settings_of_both_methods(tmp_path):
     lengths = {"num_speculative_tokens": 3, "retrieval_num_speculative_tokens": 9}

@@ -392,7 +392,8 @@ def _options_class(methods: tuple[str, ...], owners: tuple[type, ...]) -> type[C
         for item, hint in hints.items()
     ]
     own = {"methods": methods, "owners": owners}
-    return make_dataclass("CombinedOptions", rows, bases=(CombinedOptions,), namespace=own, frozen=True)
+    how: dict[str, Any] = {"bases": (CombinedOptions,), "namespace": own, "frozen": True, "kw_only": True}
+    return make_dataclass("CombinedOptions", rows, **how)
 
 
 def combination(methods: tuple[str, ...]) -> type[Combination]:

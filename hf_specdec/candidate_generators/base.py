@@ -109,6 +109,7 @@ class CandidateGenerator(HfCandidateGenerator):
     session: Session | None = None
     lookups: Lookups | None = None  # in texts until now; `None` for methods that look nothing up
     late_reading: tuple[int, float] | None = None  # tokens that a part read late in the last draft, and its seconds
+    longest_row: tuple[int, str] | None = None  # from how many tokens on rows have no drafts, and by which setting
     state: RowState | None = None  # what is kept of the active rows
     _is_bound = False
 
@@ -143,6 +144,9 @@ class CandidateGenerator(HfCandidateGenerator):
         self.session = session
         length = None if config is None else config.fixed_length
         self.num_speculative_tokens: int = length or self.default_length(self.options)
+        limit = None if config is None else config.max_model_len
+        # Own methods may have a property in its place.
+        vars(self)["longest_row"] = None if limit is None else (limit - 1, "max_model_len")
 
     def bind(self, session: Session) -> CandidateGenerator:
         """Takes the generator for the one call that it may have; returns what drafts in it, mostly itself."""
@@ -173,12 +177,6 @@ class CandidateGenerator(HfCandidateGenerator):
     def num_draft_nodes(self) -> int:
         """Most nodes of a row's draft; more than `num_speculative_tokens`, its depth, for a tree."""
         return self.num_speculative_tokens
-
-    @cached_property
-    def longest_row(self) -> tuple[int, str] | None:
-        """From how many tokens on rows have no drafts, and by which setting."""
-        limit = None if self.config is None else self.config.max_model_len
-        return None if limit is None else (limit - 1, "max_model_len")
 
     def note_longest_row(self) -> None:
         """Adds to the call's notes, once, that a row has got too long."""

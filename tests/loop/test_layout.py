@@ -32,7 +32,7 @@ MOST_LINES = {
     "target": 4753,
     "logits": 1787,
     "drafting": 1422,
-    "candidate_generators": 11091,
+    "candidate_generators": 11089,
     "drafts": 652,
     "checkpoints": 2120,
     "control": 1207,

@@ -316,7 +316,7 @@ class DraftModelCandidateGenerator(NetworkGenerator):
                 f"tokens. Use at most {own_limit}, or leave it out."
             )
         limits = (config.max_model_len, "max_model_len"), (own_limit, "the draft model's max_position_embeddings")
-        self.longest_row = min((limit for limit in limits if limit[0]), default=None)
+        self.longest_row: tuple[int, str] | None = min((limit for limit in limits if limit[0]), default=None)
         ignored = _ignored_settings(model, config, session.adapts)
         for note in filter(None, (ignored, self.vocabularies.note, resources.note)):
             self.note(note)

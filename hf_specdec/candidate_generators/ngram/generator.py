@@ -119,7 +119,7 @@ class NgramCandidateGenerator(CandidateGenerator):
                 session.notes.append("ngram drafts from one match: the target cannot verify trees.")
         if config.max_model_len is not None:
             # As in vLLM, drafts may fill the model's length.
-            self.longest_row = (config.max_model_len, "max_model_len")
+            self.longest_row: tuple[int, str] | None = (config.max_model_len, "max_model_len")
         self._runner: Runner | None = None
         # A draft whose graph has run ahead, for which rows and how deep; and one that was taken, and the rooms it had.
         self._ahead: tuple[DraftTree, list[int], list[int]] | None = None

@@ -199,7 +199,7 @@ def imported(folder: str, *, at_once: bool = False) -> set[str]:
         found = line.findall(path.read_text(encoding="utf-8"))
         modules |= {name for names in found for name in names if name}
     # What the reader of a tool installs, to compare with; and what comes with numba, in the one version that suits it.
-    undeclared = {"dflash", "llvmlite"}
+    undeclared = {"dflash", "economize", "llvmlite"}
     left_out = own | undeclared | sys.stdlib_module_names
     return {canonicalize_name(NAMED_OTHERWISE.get(module, module)) for module in modules - left_out}
 

@@ -31,7 +31,7 @@ _SHARED_PAGES = {
 PAGES = ("README.md", "mkdocs.yml", *(f"docs/{page}.md" for page in _PAGES))
 
 # Reports whose figures a page shows.
-FIGURES = ("real-qwen2.5-coder", "real-smollm2")
+FIGURES = ("real-qwen2.5-coder", "real-qwen2.5-coder-bfloat16", "real-smollm2")
 
 # Marks of Markdown, and of the navigation.
 _TABLE = re.compile(

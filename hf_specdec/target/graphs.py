@@ -91,8 +91,11 @@ class CapturedForward:
 
     inputs: Any
     output: Any
-    replay: Callable[[], None]
+    repeat: Callable[[], None]
     held: Any = None  # what it reads beside its inputs
+
+    def replay(self) -> None:
+        self.repeat()
 
     def of_rows(self, count: int) -> Any:
         """The output for the first rows, to be used before the next graph runs."""

@@ -9,11 +9,13 @@ from typing import Any
 
 import gpu as benchmark
 import gpu_checks
+import gpu_kernels
 import gpu_models
 import pytest
 
 from hf_specdec import demo
 from hf_specdec.bench.prompts import make_batches
+from tests.helpers import layer_references
 from tests.helpers.levels import full, slow
 
 
@@ -64,7 +66,7 @@ def test_speeds_beside_the_baselines(tmp_path, tapes, monkeypatch):
 def test_what_graphs_consist_of(tmp_path, tapes, monkeypatch):
     monkeypatch.setattr(benchmark, "WAYS_NODES", (1, 16))
     # There are no kernels that could.
-    monkeypatch.setattr(benchmark.early, "launches_early", lambda tensor: True)
+    monkeypatch.setattr(benchmark.launching, "launches_early", lambda tensor: True)
     parts = ("kernels of a verification", "ways of", "kernels of a draft: eagle3, chain", "captures", "memory")
     report = run_here(monkeypatch, tmp_path / "out.json", "--parts", *parts)
     assert [part["status"] for part in report["parts"]] == ["passed"] * 6, report["parts"]
@@ -78,6 +80,7 @@ def test_what_graphs_consist_of(tmp_path, tapes, monkeypatch):
 
 
 def test_kernels_by_themselves_and_a_run_that_goes_on(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpu_kernels, "tree_attention_triton", layer_references.tree_attention)
     path, parts = tmp_path / "out.json", ["attention", "products", "drawn tokens", "tests, kernels"]
     late = run_here(monkeypatch, path, "--parts", *parts, "--max-minutes", 0)
     assert late["exit_code"] == benchmark.EXIT_INCOMPLETE

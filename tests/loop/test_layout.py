@@ -29,7 +29,7 @@ MOST_LINES = {
     "bench": 822,
     "call": 766,
     "loop": 1697,
-    "target": 4753,
+    "target": 4756,
     "logits": 1787,
     "drafting": 1422,
     "candidate_generators": 11089,

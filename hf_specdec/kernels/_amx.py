@@ -193,23 +193,16 @@ def _outputs_of_all_rows(x, w, b, y, sizes, rows, output, stop):
                     clear_tile(1)
                     clear_tile(2)
                     clear_tile(3)
-                if has_two:
-                    for i in range(start, last, DEPTH):
-                        load_tile(6, x, row * inputs + i * SIZE, 64)
-                        load_tile(4, w, first * w_stride + i, 2 * w_stride)
-                        multiply_add(0, 4, 6)
-                        load_tile(5, w, second * w_stride + i, 2 * w_stride)
-                        multiply_add(1, 5, 6)
+                for i in range(start, last, DEPTH):
+                    load_tile(6, x, row * inputs + i * SIZE, 64)
+                    load_tile(4, w, first * w_stride + i, 2 * w_stride)
+                    multiply_add(0, 4, 6)
+                    load_tile(5, w, second * w_stride + i, 2 * w_stride)
+                    multiply_add(1, 5, 6)
+                    if has_two:
                         load_tile(7, x, (row + SIZE) * inputs + i * SIZE, 64)
                         multiply_add(2, 4, 7)
                         multiply_add(3, 5, 7)
-                else:
-                    for i in range(start, last, DEPTH):
-                        load_tile(6, x, row * inputs + i * SIZE, 64)
-                        load_tile(4, w, first * w_stride + i, 2 * w_stride)
-                        multiply_add(0, 4, 6)
-                        load_tile(5, w, second * w_stride + i, 2 * w_stride)
-                        multiply_add(1, 5, 6)
                 store_tile(0, sums, place, 64)
                 store_tile(1, sums, place + AREA, 64)
                 store_tile(2, sums, place + 2 * AREA, 64)
